@@ -37,10 +37,8 @@ class DeviceWaitSampler:
         self._samples = 0
         self._seen: dict[int, str] = {}
 
-    def is_due(self, hang: Hang | None) -> bool:
+    def is_due(self, hang: Hang) -> bool:
         """Return True if stacks should be sampled now."""
-        if hang is None:
-            return False
         if hang.kind == "missing":
             if all(each.progress.device is None for each in hang.blocking):
                 return False

@@ -50,6 +50,9 @@ class _SampledProcess:
     newest: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+_UNKNOWN = _SampledProcess(-1)
+
+
 class HostMetrics:
     """Sampler of the host signals of the ranks' processes. Not thread-safe."""
 
@@ -109,30 +112,23 @@ class HostMetrics:
 
         Returns "" if no such program is known.
         """
-        process = self._processes.get(pid)
-        return (
-            self._neighbours.busiest_program(process.cpus, self._cpus_of_job())
-            if process is not None
-            else ""
-        )
+        cpus = self._processes.get(pid, _UNKNOWN).cpus
+        return self._neighbours.busiest_program(cpus, self._cpus_of_job())
 
     def cpu_count(self, pid: int) -> int:
         """Return the number of CPUs that a process may use, or 0 if it is not known."""
-        process = self._processes.get(pid)
-        return len(process.cpus) if process is not None else 0
+        return len(self._processes.get(pid, _UNKNOWN).cpus)
 
     def worker_count(self, pid: int) -> int:
         """Return the number of child processes, without multiprocessing's resource tracker."""
-        process = self._processes.get(pid)
-        children = process.children if process is not None else []
         return sum(
             _TRACKER not in read_kernel_text(self._proc / str(child) / "cmdline")
-            for child in children
+            for child in self._processes.get(pid, _UNKNOWN).children
         )
 
     def control_group_path(self, pid: int) -> str:
-        process = self._processes.get(pid)
-        return process.group.path if process is not None and process.group is not None else ""
+        group = self._processes.get(pid, _UNKNOWN).group
+        return group.path if group is not None else ""
 
     # -- parts
 

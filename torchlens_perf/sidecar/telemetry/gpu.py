@@ -172,10 +172,9 @@ class GpuTelemetry:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             self._library_backoff.extend(now_ns)
-            missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
             remedy = (
                 "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility"
-                if missing
+                if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
                 else ""
             )
             self._add_note(f"GPU telemetry is not measured: {error}{remedy}")

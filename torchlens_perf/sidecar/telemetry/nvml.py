@@ -28,10 +28,6 @@ _MAX_LINKS = 18
 _MAX_XIDS = 64
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 def _mhz_to_hz(megahertz: int) -> int:
     return megahertz * 1_000_000
 
@@ -108,7 +104,7 @@ class Getter(NamedTuple):
     function: str
     constant: str = ""
     """Name of the function's argument in NVML."""
-    convert: Callable[[Any], Any] = _unchanged
+    convert: Callable[[Any], Any] = lambda value: value
 
 
 # Of getters with the same name, the first one that has a value counts. FAST_FIELDS and GPM, if they
