@@ -58,7 +58,7 @@ def test_metrics_port_is_closed_by_default(
     port = MetricsPort()
     round_of(sidecar, port)
     assert port.address is None
-    assert not sidecar.exports
+    assert not sidecar.receivers
     close(sidecar, ranks)
 
 

@@ -70,16 +70,15 @@ class ExportRole:
             if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.unfinished_rings():
                 return None
             self.part = CoveredRanks.WHOLE if here >= world_size else CoveredRanks.ALONE
-        standing: frozenset[int] | None = None
-        if self.part is CoveredRanks.WHOLE:
-            standing = frozenset(self.slow_ranks)
-        elif self.part is CoveredRanks.FORWARDER:
-            standing = self.slow_elsewhere
+        standing = {
+            CoveredRanks.WHOLE: frozenset(self.slow_ranks),
+            CoveredRanks.FORWARDER: self.slow_elsewhere,
+        }
         return NodeRole(
             part=self.part,
             share=min(1.0, max(1, here) / world_size),
             max_series=sources.settings.export_limit or sys.maxsize,
-            standing=standing,
+            standing=standing.get(self.part),
             spread_s=rows.rank_quantiles_s() if self.part is CoveredRanks.WHOLE else {},
             tallies=tallies,
             left_out=self.left_out,

@@ -98,9 +98,10 @@ class LiveResultDelivery:
         if not asked and not due:
             return
         began_s, text = self._clock(), ""
+        world_sizes = {source.state.identity.world_size for source in self._sidecar.sources}
         try:
             self._sidecar.save_state()
-            if self._results is not None and self._world_size() <= MAX_RANKS:
+            if self._results is not None and max(world_sizes, default=1) <= MAX_RANKS:
                 text = self._results(self._sidecar.run)
         finally:
             # Deliver an answer even after an error. Otherwise the requesters would wait.
@@ -119,11 +120,6 @@ class LiveResultDelivery:
             rows = [dataclasses.asdict(alert) for alert in alerts.newest]
             _deliver_to_each(self._alerts, json.dumps(rows))
             self._delivered = now
-
-    def _world_size(self) -> int:
-        return max(
-            (source.state.identity.world_size for source in self._sidecar.sources), default=1
-        )
 
 
 def _deliver_to_each(mailboxes: Iterable[Path], text: str) -> None:

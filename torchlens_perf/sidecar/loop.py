@@ -155,7 +155,7 @@ class _RoundRunner:
         until_s = self._clock() + duration_s
         live, ends = self._sidecar.sources.unfinished_rings(), termination.is_requested()
         most_share, due_s = 0.0 if self._schedule.is_idle else FILLING, float("inf")
-        for folder in {source.folder_of_ring for source in live}:
+        for folder in {str(source.path.parent) for source in live}:
             self.wake.watch_folder(folder)
         while (left_s := until_s - self._clock()) > 0:
             checks_often = self._report_is_wanted or not self.wake.reports_files

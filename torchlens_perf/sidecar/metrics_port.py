@@ -137,10 +137,10 @@ class MetricsPort(Receiver):
                 f" {build_install_command('prometheus')}",
             )
         except OSError as error:
-            why = error.strerror or str(error)
-            retry = f"It is tried again every {_RETRY_INTERVAL_S:g} s"
             self._note_error(
-                sidecar, f"there is no /metrics at {ListenAddress.parse(wanted)}: {why}. {retry}"
+                sidecar,
+                f"there is no /metrics at {ListenAddress.parse(wanted)}: {error.strerror or error}."
+                f" It is tried again every {_RETRY_INTERVAL_S:g} s",
             )
         else:
             logger.info("/metrics at http://%s/metrics", self._exporter.address)

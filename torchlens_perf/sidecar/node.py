@@ -80,7 +80,7 @@ class Sidecar:
             run, host, state, generations, self.monitor.begin_generation, waiting or {}, clock
         )
         self.records = RecordProcessor(
-            run, state, self.sources, self.monitor, self._errors, lambda: self.exports
+            run, state, self.sources, self.monitor, self._errors, lambda: bool(self.receivers)
         )
         self._captures = CaptureRelay(run)
         self._exporter = exporter
@@ -94,11 +94,6 @@ class Sidecar:
         self._joined = run.run_id
         self._job = JobStatus({}, {}, None)
         self._job_due_s, self._job_was_live = clock() + _JOB_PERIOD_S, True
-
-    @property
-    def exports(self) -> bool:
-        """True if steps are exported."""
-        return bool(self.receivers)
 
     # -- one round
 
@@ -320,12 +315,12 @@ class Sidecar:
                     self.save_records()
                 except OSError as error:
                     write_status(CANNOT_WRITE)
-                    message = (
+                    deliver_text(
+                        decode_path(source.state.facts.report.mailbox),
                         "torchlens_perf: no report:"
                         f" {printable(self.run.describe_write_error(error))}"
-                        f"{describe_kept_records(self.run)}\n"
+                        f"{describe_kept_records(self.run)}\n",
                     )
-                    deliver_text(decode_path(source.state.facts.report.mailbox), message)
                     raise
                 write_status("is writing the report")
                 self.write_report()
@@ -340,9 +335,10 @@ class Sidecar:
                 with guard("writing the report", passes=RunStoreError):
                     self._write_report(self.run, asked[-1])
             except (OSError, RunStoreError) as error:
-                why = printable(self.run.describe_write_error(error))
                 deliver_text(
-                    decode_path(asked[-1].report.mailbox), f"torchlens_perf: no report: {why}\n"
+                    decode_path(asked[-1].report.mailbox),
+                    "torchlens_perf: no report:"
+                    f" {printable(self.run.describe_write_error(error))}\n",
                 )
                 raise
 

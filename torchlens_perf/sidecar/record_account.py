@@ -202,8 +202,7 @@ class RecordProcessor:
         self._monitor.add_steps(source, counted, steps, newest=self._sources.is_newest(source))
         self._join_collectives(source, counted, steps, names)
         if self._exports():
-            traces = self._monitor.job.traces
-            at_once = traces.add_steps(
+            at_once = self._monitor.job.traces.add_steps(
                 source, self._sources, counted, names, steps, time.monotonic()
             )
             self.unexported.append(build_export_batch(state, counted, names, steps, at_once))

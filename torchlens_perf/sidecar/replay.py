@@ -125,9 +125,8 @@ def replay(
                 elif traced:
                     sent = set(chosen)
                 else:
-                    every = trace_every
-                    if every is None:
-                        every = process.facts.settings.trace_every
+                    of_live_run = process.facts.settings.trace_every
+                    every = of_live_run if trace_every is None else trace_every
                     sent = steps_traced_by_number(table.step.tolist(), every)
                 sending.send(build_export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
@@ -247,19 +246,17 @@ class _BatchSender:
         last = self._last
         if last is None:
             return
-        has_ended = True
-        ended_ns = last.anchor.offset_ns
-        ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
+        last_step_ns = int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = AlertManager(FindingLog(run.run_id)).update_alerts(
-            last.identity, job.generation, findings, job.places, saved, ended_ns,
+            last.identity, job.generation, findings, job.places, saved, last.anchor.offset_ns + last_step_ns,
             links=build_slow_link_verdict(
                 latest_slow_links(saved), [each.statistics for each in latest_processes(saved).values()]
             ),
             diagnosed=lambda group: _find_saved_diagnosis(saved, group),
         )  # fmt: skip
         if pending.signals:
-            has_ended = WholeRun.SPAN in pending.whole_run
             assessment = dataclasses.replace(assessment, alerts=tuple(pending.alerts))
+        has_ended = not pending.signals or WholeRun.SPAN in pending.whole_run
         self._exporter.on_assessment(dataclasses.replace(assessment, ended=has_ended))
 
     def finish(self) -> list[str]:

@@ -58,20 +58,20 @@ class TraceSampler:
         if source.generation != self._generation or not sources.is_newest(source):
             return steps_traced_by_number(steps.step.tolist(), every)
         identity = source.state.identity
-        later = source.incomplete_records()
         self._buffer.append_steps(
             BufferedSteps(
-                identity.key, identity.rank, source.state.anchor, records, later, names, steps
+                identity.key, identity.rank, source.state.anchor, records, source.incomplete_records(), names, steps,
             )
-        )
+        )  # fmt: skip
         here = {each.state.identity.rank for each in sources.newest_rings()}
         if identity.rank == min(here):
             if self._sampler is None:
                 share = min(1.0, len(here) / identity.world_size)
                 spans_per_s = sources.settings.export_limit / _SERIES_PER_SPAN * share
-                samples_slow = sources.settings.trace_slow
                 self._sampler = StepSampler(
-                    spans_per_s, samples_slow=samples_slow, first_rank=identity.rank
+                    spans_per_s,
+                    samples_slow=sources.settings.trace_slow,
+                    first_rank=identity.rank,
                 )
             self._sampler.add_steps(steps, every, now_s)
         return set()
@@ -109,8 +109,14 @@ class TraceSampler:
             if traces:
                 identity = state.processes[buffered.key].identity
                 table = buffered.steps.select_rows(buffered.steps.step == chosen.step)
-                reason = {chosen.step: chosen}
                 found.append(
-                    ExportBatch(identity, buffered.anchor, table, traces, again=True, chosen=reason)
+                    ExportBatch(
+                        identity,
+                        buffered.anchor,
+                        table,
+                        traces,
+                        again=True,
+                        chosen={chosen.step: chosen},
+                    )
                 )
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,10 +60,6 @@ class RingSource:
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
     head: int = -1  # number of records at the last poll; -1 before the first one
     _moved: bool = False  # True if there were new records at the last poll
-
-    @functools.cached_property
-    def folder_of_ring(self) -> str:
-        return str(self.path.parent)
 
     def find_delayed_steps(self, steps: StepTable) -> npt.NDArray[np.int64]:
         """Return the numbers of the steps that a capture has delayed. steps: complete steps.

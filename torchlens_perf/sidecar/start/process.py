@@ -208,10 +208,9 @@ def _run_sidecar_until_end(
 
     again, failures = True, 0
     while again:
-        wanted = bool(read_enabled_signals(os.environ))
         exporter = (
             DeferredExporter(lambda: create_exporter_from_environment(run, host))
-            if wanted
+            if read_enabled_signals(os.environ)
             else None
         )
         sidecar, port = None, MetricsPort(exporter)
@@ -271,14 +270,12 @@ def _replay_records(
             else "no OTLP endpoint is configured"
         )
         where = f"; {why}, so nothing was sent"
-    done = f"replayed {replayed.steps} steps, {replayed.records} records{where}"
-    notes = replayed.notes
     if not quiet:
-        print(done)
-    for note in notes:
+        print(f"replayed {replayed.steps} steps, {replayed.records} records{where}")
+    for note in replayed.notes:
         print(f"  - {printable(note)}")
     lock.remove()
-    return 1 if notes else 0
+    return 1 if replayed.notes else 0
 
 
 def keep_trying_to_create_run_directory(
