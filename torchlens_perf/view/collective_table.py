@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV
 from torchlens_perf.verdicts.stragglers.detector import mesh_dimension
 from torchlens_perf.view.rank_tables import slow_ranks
-from torchlens_perf.view.specs import Column, Quantity, Table
+from torchlens_perf.view.specs import Column, Quantity, Table, columns_if
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Collective, Report
@@ -42,13 +42,14 @@ def build_collective_table(report: Report) -> Table | None:
         Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7,
                "Bus bandwidth as defined by nccl-tests.",
                marks=[mark for mark, _ in bandwidths]),
-        Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1,
-               "The rank that other ranks wait for most."),
-        Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2,
-               "Share of operations in which this rank arrived last."),
+        *columns_if(
+            any(rank is not None for rank, _ in last),
+            Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1,
+                   "The rank that other ranks wait for most."),
+            Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2,
+                   "Share of operations in which this rank arrived last."),
+        ),
     ]  # fmt: skip
-    if all(rank is None for rank, _ in last):
-        del columns[-2:]
     note = " ".join(_build_notes(rows[:_FIRST_ROWS]))
     slow = frozenset(at for at, row in enumerate(rows) if row["slowest_rank"] in late)
     return Table(

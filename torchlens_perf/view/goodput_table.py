@@ -11,7 +11,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_run_duration,
 )
 from torchlens_perf.diagnosis.goodput import CLASSES
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value, columns_if
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,11 +38,12 @@ def build_goodput_table(report: Report) -> Table | None:
             Quantity.NUMBER,
             0.6,
         ),
+        *columns_if(
+            goodput.cost is not None,
+            Column("cost", _known(each.cost for each in rows), Quantity.NUMBER),
+        ),
     ]
-    cost = ""
-    if goodput.cost is not None:
-        cost = f", cost {format_rounded(goodput.cost)}"
-        columns.append(Column("cost", _known(each.cost for each in rows), Quantity.NUMBER))
+    cost = "" if goodput.cost is None else f", cost {format_rounded(goodput.cost)}"
     share = classes["productive"].share or 0.0
     title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput.wall_s)}{cost})"
     return Table("goodput", title, columns, note=_describe_job(goodput), noun="part")

@@ -33,6 +33,12 @@ _ERRORS: tuple[tuple[str, tuple[_Counter, ...]], ...] = (
     ("NVLink", ("nvlink_errors", "nvlink_replays", "nvlink_recoveries")),
 )
 
+_ACTIVITY: tuple[tuple[str, Literal["sm_active", "tensor_active", "dram_active"]], ...] = (
+    ("SM active", "sm_active"),
+    ("tensor active", "tensor_active"),
+    ("DRAM active", "dram_active"),
+)
+
 
 def build_gpu_table(report: Report) -> Table | None:
     """Return a row for each GPU with means over the run, lowest clock rate first."""
@@ -50,16 +56,12 @@ def build_gpu_table(report: Report) -> Table | None:
         Column("power W", [_round_to_unit(gpu["power_w"]) for gpu in gpus], Quantity.NUMBER, 0.4),
         Column("max temp C", [_round_to_unit(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
         Column("memory used", [gpu["memory_used_bytes"] for gpu in gpus], Quantity.BYTES, 0.5),
+        *(
+            Column(title, [gpu[field] for gpu in gpus], Quantity.SHARE, 0.6)
+            for title, field in _ACTIVITY
+            if any(gpu[field] is not None for gpu in gpus)
+        ),
     ]  # fmt: skip
-    activity = (
-        ("SM active", "sm_active"),
-        ("tensor active", "tensor_active"),
-        ("DRAM active", "dram_active"),
-    )
-    for title, field in activity:
-        values = [gpu[field] for gpu in gpus]  # type: ignore[literal-required]
-        if any(value is not None for value in values):
-            columns.append(Column(title, values, Quantity.SHARE, 0.6))
     return Table("gpus", "GPUs", columns, first=_FIRST_ROWS, noun="GPU", ranged="of max clock")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value, columns_if
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
@@ -60,84 +60,69 @@ def build_rank_table(report: Report) -> Table | None:
     several = report["run"]["world_size"] > 1
     steps_s = [rank["typical"]["s"] for rank in ranks if rank["typical"]]
     unit_of = max(steps_s) / 3
-    columns = _rank_columns(ranks) if several else []
-    columns.append(
-        Column(
-            "step",
-            steps_s,
-            unit_of=unit_of,
-            optional=0.15,
-            help="Mean duration of the typical steps.",
-        )
-    )
-    notes: list[str] = []
     # With devices, their work is not part of the host's step, so the host table has no compute
     # column.
     by_host = report["run"]["judged_by"] != DEVICE
-    if by_host:
-        columns.append(
-            Column("compute", [compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE)
-        )
-        notes.append(_compute_note(report, {rank["rank"]: compute_s(rank) for rank in ranks}))
     seen = {part for rank in ranks for part in (*rank["phases"], *rank["not_measured"])}
-    for part in [
-        part for part in _SHOWN_PARTS if part in seen and (several or part != "communication")
-    ]:
-        shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
-        left_out = 0.4 if part == "communication" else 1 - max(shares, default=0.0)
-        values = [_phase_without_contention(rank, part) for rank in ranks]
-        columns.append(
-            Column(
-                PARTS[part].name,
-                values,
-                unit_of=unit_of,
-                optional=max(0.2, left_out),
-                help=_HOST_HELP.get(part, ""),
-            )
-        )
     contention_s = [_contention_s(rank) for rank in ranks]
-    if any(
-        (seconds or 0) >= _MIN_COLUMN_SHARE * step_s
-        for seconds, step_s in zip(contention_s, steps_s, strict=True)
-    ):
-        help_ = (
-            "Time for which the thread was runnable but not scheduled. Other columns exclude this"
-            " time."
-        )
-        columns.append(
-            Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_)
-        )
-    if several and any(rank["arrived_last"] for rank in ranks):
-        last = [rank["arrived_last"] and rank["arrived_last"]["share"] for rank in ranks]
-        help_ = "Share of the compared collectives in which the rank arrived last."
-        columns.append(Column("last to arrive", last, Quantity.SHARE, 0.5, help_))
+    last = [rank["arrived_last"] for rank in ranks]
     memory = [rank["memory"]["max_bytes"] for rank in ranks]
-    if any(memory):
-        columns.append(
-            Column(
-                "peak memory",
-                memory,
-                Quantity.BYTES,
-                0.9,
-                "Largest amount of memory that the rank used.",
-            )
-        )
+    columns = [
+        *columns_if(several, *_rank_columns(ranks)),
+        Column("step", steps_s, unit_of=unit_of, optional=0.15,
+               help="Mean duration of the typical steps."),
+        *columns_if(
+            by_host,
+            Column("compute", [compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE),
+        ),
+        *(
+            _build_phase_column(part, ranks, unit_of)
+            for part in _SHOWN_PARTS
+            if part in seen and (several or part != "communication")
+        ),
+        *columns_if(
+            any(
+                (seconds or 0) >= _MIN_COLUMN_SHARE * step_s
+                for seconds, step_s in zip(contention_s, steps_s, strict=True)
+            ),
+            Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3,
+                   help="Time for which the thread was runnable but not scheduled. Other columns"
+                   " exclude this time."),
+        ),
+        *columns_if(
+            several and any(last),
+            Column("last to arrive", [each and each["share"] for each in last], Quantity.SHARE, 0.5,
+                   "Share of the compared collectives in which the rank arrived last."),
+        ),
+        *columns_if(
+            any(memory),
+            Column("peak memory", memory, Quantity.BYTES, 0.9,
+                   "Largest amount of memory that the rank used."),
+        ),
+    ]  # fmt: skip
     clock = ", host clock" if report["run"]["device"] is not None else ""
     title = f"Typical step of each rank{clock}" if several else f"Typical step{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
-    notes += (
-        [
-            (
-                f"{', '.join(PARTS[part].name for part in missing)}: not measured separately, but"
-                " included in backward."
-            )
-        ]
-        if missing
-        else []
-    )
+    notes = [
+        _compute_note(report, {rank["rank"]: compute_s(rank) for rank in ranks}) if by_host else "",
+        f"{', '.join(PARTS[part].name for part in missing)}: not measured separately, but"
+        " included in backward." if missing else "",
+    ]  # fmt: skip
     note = " ".join(filter(None, notes))
     return Table(
         "ranks", title, columns, slow, first, note, "rank", "compute" if by_host else "step"
+    )
+
+
+def _build_phase_column(part: str, ranks: Sequence[Rank], unit_of: float) -> Column:
+    shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
+    left_out = 0.4 if part == "communication" else 1 - max(shares, default=0.0)
+    return Column(
+        PARTS[part].name,
+        [_phase_without_contention(rank, part) for rank in ranks],
+        unit_of=unit_of,
+        optional=max(0.2, left_out),
+        help=_HOST_HELP.get(part, ""),
     )
 
 
@@ -178,51 +163,45 @@ def build_device_table(report: Report) -> Table | None:
     times = [devices[rank["rank"]] for rank in ranks]
     several, judged = report["run"]["world_size"] > 1, any(each["parts"] for each in times)
     unit_of = max(each["step_s"]["p50_s"] or 0.0 for each in times) / 3
-    columns = _rank_columns(ranks) if several else []
-    columns.append(
-        Column(
-            "step", [each["step_s"]["p50_s"] for each in times], unit_of=unit_of, help="The median."
-        )
-    )
-    notes: list[str] = []
-    if judged:
-        work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
-        help_ = "Median step time without comm wait, including waits of the device for its host."
-        columns.append(Column("compute", work_s, unit_of=unit_of, optional=0.1, help=help_))
-        notes.append(
-            _compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True)))
-        )
-    for part in _SHOWN_PARTS:
-        values = [_device_part_s(each, part, judged=judged) for each in times]
-        if any(values):
-            largest = max(value for value in values if value) / (3 * unit_of)
-            help_ = _DEVICE_HELP.get(part, "")
-            columns.append(
-                Column(
-                    PARTS[part].name,
-                    values,
-                    unit_of=unit_of,
-                    optional=1 - min(0.8, largest),
-                    help=help_,
-                )
-            )
+    work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
+    parts_s = {
+        part: [_device_part_s(each, part, judged=judged) for each in times] for part in _SHOWN_PARTS
+    }
     behind_s = [each["behind_s"]["p50_s"] for each in times]
-    if any(value is not None for value in behind_s):
-        help_ = (
-            "Median delay between the end of a forward or backward pass on the host and on the"
-            " device."
-        )
-        columns.append(Column("lag behind host", behind_s, optional=0.9, help=help_))
-    if any(each["caught_up"] is not None for each in times):
-        help_ = (
-            "Share of forward and backward passes after which the device had no queued work and"
-            " waited for kernel launches."
-        )
-        columns.append(
-            Column(
-                "starved passes", [each["caught_up"] for each in times], Quantity.SHARE, 0.95, help_
-            )
-        )
+    caught_up = [each["caught_up"] for each in times]
+    columns = [
+        *columns_if(several, *_rank_columns(ranks)),
+        Column("step", [each["step_s"]["p50_s"] for each in times], unit_of=unit_of,
+               help="The median."),
+        *columns_if(
+            judged,
+            Column("compute", work_s, unit_of=unit_of, optional=0.1,
+                   help="Median step time without comm wait, including waits of the device for its"
+                   " host."),
+        ),
+        *(
+            Column(PARTS[part].name, values, unit_of=unit_of,
+                   optional=1 - min(0.8, max(value or 0.0 for value in values) / (3 * unit_of)),
+                   help=_DEVICE_HELP.get(part, ""))
+            for part, values in parts_s.items()
+            if any(values)
+        ),
+        *columns_if(
+            any(value is not None for value in behind_s),
+            Column("lag behind host", behind_s, optional=0.9,
+                   help="Median delay between the end of a forward or backward pass on the host and"
+                   " on the device."),
+        ),
+        *columns_if(
+            any(value is not None for value in caught_up),
+            Column("starved passes", caught_up, Quantity.SHARE, 0.95,
+                   "Share of forward and backward passes after which the device had no queued work"
+                   " and waited for kernel launches."),
+        ),
+    ]  # fmt: skip
+    notes = [
+        _compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True)))
+    ] if judged else []  # fmt: skip
     clocks = " and ".join(sorted({str(each["clock"]) for each in times if each["clock"]}))
     title = f"Typical step of {'each rank' if several else 'the device'}, device clock"
     note = " ".join(filter(None, (*notes, f"Measured by {clocks}." if clocks else "")))
@@ -245,7 +224,7 @@ def build_cpu_table(report: Report) -> Table | None:
     )
     cpus = [users[rank["rank"]] for rank in ranks]
     columns = [
-        *(_rank_columns(ranks) if report["run"]["world_size"] > 1 else []),
+        *columns_if(report["run"]["world_size"] > 1, *_rank_columns(ranks)),
         Column("CPUs", [each["cpus"] for each in cpus], Quantity.NUMBER, help="Number of CPUs that the rank may use."),
         Column("threads", [each["threads"] for each in cpus], Quantity.NUMBER,
                help="Number of threads that torch uses for an operation."),
@@ -272,9 +251,9 @@ def build_memory_table(report: Report) -> Table | None:
         read, {}, lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0
     )
     devices = [readings[rank["rank"]] for rank in ranks]
-    shares = [each["fragmentation"] for each in devices]
+    growths = [rank["memory"]["growth"] for rank in ranks]
     columns = [
-        *(_rank_columns(ranks) if report["run"]["world_size"] > 1 else []),
+        *columns_if(report["run"]["world_size"] > 1, *_rank_columns(ranks)),
         Column("allocated", [each["allocated_bytes"] for each in devices], Quantity.BYTES),
         Column("reserved", [each["reserved_bytes"] for each in devices], Quantity.BYTES),
         Column(
@@ -286,17 +265,22 @@ def build_memory_table(report: Report) -> Table | None:
         Column("limit", [each["limit_bytes"] for each in devices], Quantity.BYTES, 0.4),
         Column(
             "fragmentation",
-            shares,
+            [each["fragmentation"] for each in devices],
             Quantity.SHARE,
             0.2,
             "Share of reserved memory that is free but not releasable.",
         ),
         Column("alloc retries", [each["alloc_retries"] for each in devices], Quantity.NUMBER, 0.3),
+        *columns_if(
+            any(growths),
+            Column(
+                "growth per step",
+                [each and each["bytes_per_step"] for each in growths],
+                Quantity.BYTES,
+                0.15,
+            ),
+        ),
     ]
-    growths = [rank["memory"]["growth"] for rank in ranks]
-    if any(growths):
-        grown = [each and each["bytes_per_step"] for each in growths]
-        columns.append(Column("growth per step", grown, Quantity.BYTES, 0.15))
     age = max((each["age_steps"] or 0 for each in devices), default=0)
     note = f"Values were read at the end of a step, at most {age} steps before the last step."
     if any(each["peak_resets"] for each in devices):
@@ -335,12 +319,13 @@ def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
     """Return the columns that identify a rank: number, host if hosts differ, state if a rank
     died or failed.
     """
-    columns = [Column("rank", [rank["rank"] for rank in ranks], Quantity.TEXT)]
-    if len({rank["host"] for rank in ranks}) > 1:
-        columns.append(Column("host", [rank["host"] for rank in ranks], Quantity.TEXT, 0.6))
-    if any(rank["state"] in ("died", "failed") for rank in ranks):
-        columns.append(Column("state", [rank["state"] for rank in ranks], Quantity.TEXT))
-    return columns
+    hosts = [rank["host"] for rank in ranks]
+    states = [rank["state"] for rank in ranks]
+    return [
+        Column("rank", [rank["rank"] for rank in ranks], Quantity.TEXT),
+        *columns_if(len(set(hosts)) > 1, Column("host", hosts, Quantity.TEXT, 0.6)),
+        *columns_if({"died", "failed"} & set(states), Column("state", states, Quantity.TEXT)),
+    ]
 
 
 def compute_s(rank: Rank) -> float:

@@ -133,6 +133,11 @@ class Column:
         return f"{value / scale:.{digits}f}"
 
 
+def columns_if(is_shown: object, *columns: Column) -> Sequence[Column]:
+    """Return the columns, or no column if the condition is false. Builds tables as one list."""
+    return columns if is_shown else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A table of a report. All columns have one value for each row."""

@@ -26,7 +26,7 @@ from torchlens_perf.view.rank_tables import (
     build_rank_table,
     current_stragglers,
 )
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, columns_if
 from torchlens_perf.view.training_table import build_training_table
 from torchlens_perf.view.utilization_tables import build_roofline_table, build_utilization_table
 
@@ -148,52 +148,48 @@ def _list_all_modules(report: Report) -> Table | None:
     rows.sort(key=lambda each: -(cost_s(each) or 0.0))
     if not rows:
         return None
+    # Device times are from samples.
+    is_sampled = on_device and any(each["device_samples"] for each in rows)
+    device_columns = [
+        Column("device per step", [each["device_own_s_per_step"] for each in rows],
+               help="Without inner modules. Missing below 5 samples."),
+        Column("at least", [each["device_own_low_s"] for each in rows], optional=0.35),
+        Column("at most", [each["device_own_high_s"] for each in rows], optional=0.35),
+        Column("samples", [each["device_samples"] for each in rows], Quantity.NUMBER, 0.3,
+               help="Steps in which the module was timed on the device while the device had work"
+               " queued. Modules that do the same work share their samples."),
+    ]  # fmt: skip
+    costs_s = [cost_s(each) for each in rows]
+    backward = [each["backward_s"] for each in rows]
     columns = [
         Column("module", [_module_name(each) for each in rows], Quantity.TEXT),
+        *columns_if(is_sampled, *(each for each in device_columns if any(each.values))),
         Column("forward per step", [each["own_s_per_step"] for each in rows],
                help="Mean over the ranks, without the module's inner modules."),
+        *columns_if(
+            step_s and any(costs_s),
+            Column("share of step", _shares(costs_s, step_s), Quantity.SHARE, 0.2),
+        ),
+        Column("forward p50", [each["own_s"]["p50_s"] for each in rows], optional=0.6,
+               help="Of one call."),
+        *columns_if(
+            any(backward),
+            Column("backward p50", [each and each["p50_s"] for each in backward], optional=0.4,
+                   help="The time includes the module's inner modules."),
+        ),
+        Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8,
+               help="Timed calls on all ranks."),
     ]  # fmt: skip
-    if on_device and any(each["device_samples"] for each in rows):
-        # Device times are from samples.
-        device_columns = [
-            Column("device per step", [each["device_own_s_per_step"] for each in rows],
-                   help="Without inner modules. Missing below 5 samples."),
-            Column("at least", [each["device_own_low_s"] for each in rows], optional=0.35),
-            Column("at most", [each["device_own_high_s"] for each in rows], optional=0.35),
-            Column("samples", [each["device_samples"] for each in rows], Quantity.NUMBER, 0.3,
-                   help="Steps in which the module was timed on the device while the device had work"
-                   " queued. Modules that do the same work share their samples."),
-        ]  # fmt: skip
-        columns[1:1] = [each for each in device_columns if any(each.values)]
-    if step_s and any(map(cost_s, rows)):
-        share = [None if (cost := cost_s(each)) is None else cost / step_s for each in rows]
-        columns.append(Column("share of step", share, Quantity.SHARE, 0.2))
-    columns.append(
-        Column(
-            "forward p50",
-            [each["own_s"]["p50_s"] for each in rows],
-            optional=0.6,
-            help="Of one call.",
-        )
-    )
-    if any(each["backward_s"] for each in rows):
-        backward_s = [each["backward_s"] and each["backward_s"]["p50_s"] for each in rows]
-        columns.append(
-            Column(
-                "backward p50",
-                backward_s,
-                optional=0.4,
-                help="The time includes the module's inner modules.",
-            )
-        )
-    calls = [each["calls"] for each in rows]
-    columns.append(Column("calls", calls, Quantity.NUMBER, 0.8, help="Timed calls on all ranks."))
     ranged = (
         "device per step"
         if any(each.title == "device per step" for each in columns)
         else "forward per step"
     )
     return Table("modules", "Modules", columns, first=_FIRST_ROWS, noun="module", ranged=ranged)
+
+
+def _shares(seconds: Sequence[float | None], step_s: float) -> list[float | None]:
+    return [None if each is None or not step_s else each / step_s for each in seconds]
 
 
 def _module_name(module: Module) -> str:
@@ -205,36 +201,25 @@ def build_section_table(report: Report) -> Table | None:
     rows, step_s = report["sections"], report["steps"]["p50_s"]
     if not rows:
         return None
+    outside_s = [each["host_s_per_typical_step"] for each in rows]
+    device = [each["device_s"] for each in rows]
+    per_step_s = [each["s_per_step"] for each in rows]
     columns = [
         Column("section", [each["name"] for each in rows], Quantity.TEXT),
         Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8),
         Column("p50", [each["total_s"]["p50_s"] for each in rows], help="Of one call."),
-        Column(
-            "per step",
-            [each["s_per_step"] for each in rows],
-            help="Time in a typical step, averaged over the ranks.",
+        Column("per step", per_step_s, help="Time in a typical step, averaged over the ranks."),
+        *columns_if(
+            step_s,
+            Column("share of step", _shares(per_step_s, step_s or 0.0), Quantity.SHARE, 0.1),
         ),
-    ]
-    if step_s:
-        columns.append(
-            Column(
-                "share of step", [each["s_per_step"] / step_s for each in rows], Quantity.SHARE, 0.1
-            )
-        )
-    if any(each["host_s_per_typical_step"] for each in rows):
-        host_s = [each["host_s_per_typical_step"] for each in rows]
-        columns.append(
-            Column(
-                "outside phases",
-                host_s,
-                optional=0.5,
-                help="Time of the section that is outside all phases of the step.",
-            )
-        )
-    if any(each["device_s"] for each in rows):
-        columns.append(
-            Column("device p50", [each["device_s"] and each["device_s"]["p50_s"] for each in rows])
-        )
+        *columns_if(
+            any(outside_s),
+            Column("outside phases", outside_s, optional=0.5,
+                   help="Time of the section that is outside all phases of the step."),
+        ),
+        *columns_if(any(device), Column("device p50", [each and each["p50_s"] for each in device])),
+    ]  # fmt: skip
     return Table(
         "sections", "Sections", columns, first=_FIRST_ROWS, noun="section", ranged="per step"
     )
@@ -246,31 +231,34 @@ def build_device_section_table(report: Report) -> Table | None:
     if not rows:
         return None
     slowest = [_slowest_rank(each["by_rank"]) for each in rows]
+    windows = [each["over_all_ranks"] for each in rows]
     columns = [
         Column("device section", [each["name"] for each in rows], Quantity.TEXT),
         Column("count", [each["calls"] for each in rows], Quantity.NUMBER, 0.5),
         Column("p50", [each["device_s"]["p50_s"] for each in rows]),
         Column("p99", [each["device_s"]["p99_s"] for each in rows], optional=0.3),
         Column("max", [each["device_s"]["max_s"] for each in rows], optional=0.2),
-    ]
-    if any(rank for rank, _ in slowest):
-        columns.append(Column("slowest rank", [rank for rank, _ in slowest], Quantity.TEXT))
-        columns.append(Column("its mean", [mean_s for _, mean_s in slowest], optional=0.4))
-    windows = [each["over_all_ranks"] for each in rows]
-    if any(windows):
-        columns.append(
+        *columns_if(
+            any(rank for rank, _ in slowest),
+            Column("slowest rank", [rank for rank, _ in slowest], Quantity.TEXT),
+            Column("its mean", [mean_s for _, mean_s in slowest], optional=0.4),
+        ),
+        *columns_if(
+            any(windows),
             Column(
                 "median of ranks",
                 [None if each is None else each["rank_median_ns"] / 1e9 for each in windows],
                 optional=0.6,
                 help="Median of the ranks in the last statistics that were merged on the device.",
-            )
-        )
-        columns.append(Column("outlier", [_outlier_text(each) for each in windows], Quantity.TEXT,
-                              help=(
-                                  "A rank that is at least 5 robust standard deviations above the"
-                                  " median."
-                              )))  # fmt: skip
+            ),
+            Column(
+                "outlier",
+                [_outlier_text(each) for each in windows],
+                Quantity.TEXT,
+                help="A rank that is at least 5 robust standard deviations above the median.",
+            ),
+        ),
+    ]
     return Table(
         "device_sections",
         "Device sections",
@@ -324,14 +312,12 @@ def build_step_class_table(report: Report) -> Table | None:
         Column(
             "mostly in", [phase_name(each["part"]) or None for each in rows], Quantity.TEXT, 0.3
         ),
+        *columns_if(
+            any(each["waited_for"] is not None for each in rows),
+            Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1),
+        ),
+        Column("steps", [_step_numbers_text(each["steps"]) for each in rows], Quantity.TEXT, 0.6),
     ]
-    if any(each["waited_for"] is not None for each in rows):
-        columns.append(
-            Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1)
-        )
-    columns.append(
-        Column("steps", [_step_numbers_text(each["steps"]) for each in rows], Quantity.TEXT, 0.6)
-    )
     note = (
         f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up"
         " steps."
@@ -403,14 +389,15 @@ def build_out_of_memory_table(report: Report) -> Table | None:
                 Column("allocated at", [allocation_place(each) for each in blocks], Quantity.TEXT),
                 Column("size", [each["bytes"] for each in blocks], Quantity.BYTES),
                 Column("blocks", [each["blocks"] for each in blocks], Quantity.NUMBER),
+                *columns_if(
+                    events,
+                    Column(
+                        "new blocks", [each["new_blocks"] for each in blocks], Quantity.NUMBER, 0.5
+                    ),
+                ),
             ]
             note = f"The full list is in {oom['file']}."
             if events:
-                columns.append(
-                    Column(
-                        "new blocks", [each["new_blocks"] for each in blocks], Quantity.NUMBER, 0.5
-                    )
-                )
                 note = (
                     f"New blocks are those within the last {events} allocations and frees. {note}"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_percent, format_rounded
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value, columns_if
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
@@ -39,53 +39,34 @@ def build_utilization_table(report: Report) -> Table | None:
     def values(of_job: Value, of_ranks: list[Value]) -> list[Value]:
         return [of_job, *(of_ranks if rows else [])]
 
-    columns = [Column("of", values("job", [f"rank {each.rank}" for each in rows]), Quantity.TEXT)]
-    if job.tokens_per_s is not None:
-        columns.append(
-            Column(
-                "tokens/s",
-                values(job.tokens_per_s, [each.tokens_per_s for each in rows]),
-                Quantity.NUMBER,
-            )
-        )
-    if job.samples_per_s is not None:
-        columns.append(
-            Column(
-                "samples/s",
-                values(job.samples_per_s, [None for _ in rows]),
-                Quantity.NUMBER,
-                0.6,
-            )
-        )
-    columns += [
+    columns = [
+        Column("of", values("job", [f"rank {each.rank}" for each in rows]), Quantity.TEXT),
+        *columns_if(
+            job.tokens_per_s is not None,
+            Column("tokens/s", values(job.tokens_per_s, [each.tokens_per_s for each in rows]),
+                   Quantity.NUMBER),
+        ),
+        *columns_if(
+            job.samples_per_s is not None,
+            Column("samples/s", values(job.samples_per_s, [None for _ in rows]), Quantity.NUMBER,
+                   0.6),
+        ),
         Column("FLOPs/step", values(_flops(job.model_flops), [_flops(each.model_flops) for each in rows]),
                Quantity.TEXT, help="Forward and backward pass, without recomputation."),
         Column("FLOP/s", values(_flops(rate, "FLOP/s"), [None for _ in rows]), Quantity.TEXT, 0.5),
-    ]  # fmt: skip
-    if any(each.mfu is not None for each in job.ranks):
-        columns += [
-            Column(
-                "MFU",
-                values(_or_unknown(job.mfu), [_or_unknown(each.mfu) for each in rows]),
-                Quantity.SHARE,
-                help="Share of the step that the model's operations would take at the peak.",
-            ),
-            Column(
-                "HFU",
-                values(_or_unknown(job.hfu), [_or_unknown(each.hfu) for each in rows]),
-                Quantity.SHARE,
-                help="As MFU, with recomputation and the optimizer's products.",
-            ),
-        ]
-    columns.append(
-        Column(
-            "covered",
-            values(job.counted_share, [each.counted_share for each in rows]),
-            Quantity.SHARE,
-            0.3,
-            help="Share of the operators' host time in operators with a formula.",
+        *columns_if(
+            any(each.mfu is not None for each in job.ranks),
+            Column("MFU", values(_or_unknown(job.mfu), [_or_unknown(each.mfu) for each in rows]),
+                   Quantity.SHARE,
+                   help="Share of the step that the model's operations would take at the peak."),
+            Column("HFU", values(_or_unknown(job.hfu), [_or_unknown(each.hfu) for each in rows]),
+                   Quantity.SHARE,
+                   help="As MFU, with recomputation and the optimizer's products."),
         ),
-    )
+        Column("covered", values(job.counted_share, [each.counted_share for each in rows]),
+               Quantity.SHARE, 0.3,
+               help="Share of the operators' host time in operators with a formula."),
+    ]  # fmt: skip
     return Table(
         "utilization",
         "Utilization",
@@ -136,24 +117,16 @@ def build_roofline_table(report: Report) -> Table | None:
             None if each.flops_per_byte is None else format_rounded(each.flops_per_byte) for each in rows
         ], Quantity.TEXT, 0.5,
                help="FLOPs per byte of operands and results in the forward pass."),
-    ]  # fmt: skip
-    if any(each.roofline_flops_per_s or each.forward_flops_per_s for each in rows):
-        columns += [
-            Column(
-                "forward",
-                [_flops(each.forward_flops_per_s, "FLOP/s") for each in rows],
-                Quantity.TEXT,
-                help="FLOPs of the forward pass over the module's own time.",
-            ),
-            Column(
-                "of limit",
-                [_or_unknown(each.roofline_share) for each in rows],
-                Quantity.SHARE,
-                0.2,
-                help="Share of what the device's peak and memory allow.",
-            ),
+        *columns_if(
+            any(each.roofline_flops_per_s or each.forward_flops_per_s for each in rows),
+            Column("forward", [_flops(each.forward_flops_per_s, "FLOP/s") for each in rows],
+                   Quantity.TEXT,
+                   help="FLOPs of the forward pass over the module's own time."),
+            Column("of limit", [_or_unknown(each.roofline_share) for each in rows], Quantity.SHARE,
+                   0.2, help="Share of what the device's peak and memory allow."),
             Column("limited by", [each.bound for each in rows], Quantity.TEXT, 0.4),
-        ]
+        ),
+    ]  # fmt: skip
     rank = report["utilization"].ranks[0].rank
     return Table(
         "roofline",
