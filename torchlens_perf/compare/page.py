@@ -23,15 +23,13 @@ if TYPE_CHECKING:
 
 def build_body(compared: Comparison) -> list[Element]:
     """Return the elements of the page: the result, the tables and the notes."""
-    found = [
-        build_section(
-            "verdicts", "Comparison", build_verdict_card(build_headline(compared), "comparison")
-        )
+    card = build_verdict_card(build_headline(compared), "comparison")
+    texts = (throughput_text(compared), *build_notes(compared))
+    return [
+        build_section("verdicts", "Comparison", card),
+        build_section("changes", "Changes", *map(build_table, build_tables(compared))),
+        build_section("notes", "Notes", tag("ul", [tag("li", text) for text in texts if text])),
     ]
-    rate = throughput_text(compared)
-    found.append(build_section("changes", "Changes", *map(build_table, build_tables(compared))))
-    lines = [tag("li", text) for text in (rate, *build_notes(compared)) if text]
-    return [*found, build_section("notes", "Notes", tag("ul", lines))]
 
 
 def write_comparison_page(compared: Comparison, path: Path) -> None:

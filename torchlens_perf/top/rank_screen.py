@@ -27,7 +27,14 @@ from torchlens_perf.verdicts.words.run_state import describe_exception, describe
 from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.hardware_tables import build_gpu_table
 from torchlens_perf.view.rank_tables import build_cpu_table, build_memory_table, step_parts
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, sanitize_line
+from torchlens_perf.view.specs import (
+    NOT_MEASURED,
+    Column,
+    Quantity,
+    Table,
+    columns_if,
+    sanitize_line,
+)
 from torchlens_perf.view.terminal import held_verdict_lines, table_lines
 from torchlens_perf.view.theme import MIN_EXCESS, PARTS
 
@@ -169,14 +176,16 @@ def _compare(
     """
     rows.sort(key=lambda row: (row[2] - row[1] if row[2] is not None else 0.0, -row[1]))
     unit_of = max((max(row[1], row[2] or 0.0) for row in rows), default=0.0)
+    difference = [None if row[2] is None else row[1] - row[2] for row in rows]
     columns = [
         Column(what, [row[0] for row in rows], Quantity.TEXT),
         Column("here", [row[1] for row in rows], unit_of=unit_of),
+        *columns_if(
+            any(each is not None for each in difference),
+            Column("others", [row[2] for row in rows], unit_of=unit_of),
+            build_difference_column("difference", difference, unit_of),
+        ),
     ]
-    difference = [None if row[2] is None else row[1] - row[2] for row in rows]
-    if any(each is not None for each in difference):
-        columns.append(Column("others", [row[2] for row in rows], unit_of=unit_of))
-        columns.append(build_difference_column("difference", difference, unit_of))
     slow = frozenset(
         at for at, more_s in enumerate(difference) if more_s and more_s >= MIN_EXCESS * whole_s
     )
