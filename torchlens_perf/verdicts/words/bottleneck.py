@@ -245,8 +245,6 @@ class StepBreakdown:
     computing: TimeShare
     waits: list[TimeShare]
     """All other parts, the largest first."""
-    hidden_data_s: float = 0.0
-    """The part of the wait for data that waits for other ranks hide."""
     is_explained: bool = False
     """True if a wait or host code takes more of the step than CPU contention explains."""
 
@@ -294,8 +292,7 @@ class StepBreakdown:
 
     @property
     def large_waits(self) -> list[TimeShare]:
-        least_s = _WORTH_NAMING * self.step_s
-        return [each for each in self.separate_waits if each.seconds >= least_s]
+        return [each for each in self.separate_waits if each.seconds >= _WORTH_NAMING * self.step_s]
 
 
 def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBreakdown:
@@ -408,11 +405,11 @@ def _longer_waits_text(lacking: list[LongSteps]) -> str:
     total_s = sum(each["total_s"] for each in lacking)
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
-    average = " on average" * (count > 1)
-    more = (
-        f"{format_duration(total_s / count)} longer{average}: {format_duration(total_s)} in total."
+    more = f"{format_duration(total_s / count)} longer{' on average' * (count > 1)}"
+    return (
+        f"{format_count(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}:"
+        f" {format_duration(total_s)} in total."
     )
-    return f"{format_count(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
 
 
 def named_kinds(verdict: Verdict) -> set[str]:
@@ -524,25 +521,27 @@ def _build_contention_verdicts(report: Facts, typical: Verdict) -> list[Verdict]
     ]
 
 
-_ACTION_ON_THREADS = "enter watch() on the thread that trains."
-_ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that another thread loads."
-
-
 def _build_other_threads_verdict(report: Facts, found: StepBreakdown) -> Verdict | None:
     """Return a verdict if host code limits the step while other threads work; else None."""
     outside, others = found.limit, _other_threads_s(report)
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
         return None
-    shown = _format_phases(others)
-    action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
+    action = "enter watch() on the thread that trains."
+    if others.keys() == {"data"}:
+        action = "see whether the loop waits for the batches that another thread loads."
     text = (
         "What limits the step is not known: threads that are not recorded do part of the work"
-        f" ({shown} a step). The recorded thread spends"
+        f" ({_format_phases(others)} a step). The recorded thread spends"
         f" {_format_share(outside.seconds, found.step_s)} of a step outside its own phases, where it"
         f" may be waiting for these threads."
     )
-    evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
-    return Verdict(kind="not_known", confidence=0.0, text=text, action=action, evidence=evidence)
+    return Verdict(
+        kind="not_known",
+        confidence=0.0,
+        text=text,
+        action=action,
+        evidence=OtherThreadsEvidence(found.step_s, outside.seconds, others),
+    )
 
 
 def other_threads_note(report: Facts) -> str:
@@ -558,15 +557,13 @@ def other_threads_note(report: Facts) -> str:
 
 def _other_threads_s(report: Facts) -> dict[str, float]:
     """Return seconds per step of each phase on other threads, as means over the ranks."""
-    total_s: dict[str, float] = {}
-    for phase, seconds in (
-        item for rank in report["ranks"] for item in rank["other_threads"].items()
-    ):
-        total_s[phase] = total_s.get(phase, 0.0) + seconds
-    return {
-        phase: seconds / len(report["ranks"])
-        for phase, seconds in sorted(total_s.items(), key=lambda item: -item[1])
-    }
+    by_rank = [rank["other_threads"] for rank in report["ranks"]]
+    return _largest_first(
+        {
+            phase: sum(each.get(phase, 0.0) for each in by_rank) / len(by_rank)
+            for phase in set[str]().union(*by_rank)
+        }
+    )
 
 
 def _format_phases(parts_s: Mapping[str, float]) -> str:
@@ -600,7 +597,6 @@ def _describe_kinds_of_steps(report: Facts) -> str:
     steps = report["steps"]
     others = [*steps["long"], *steps["short"]]
     total = steps["alike"] + sum(each["count"] for each in others)
-    found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
     # Steps that wait for a CPU do the same work as other steps, and are not a kind. If waits for a
     # CPU are not measured, they may explain why some steps are longer. Such steps count as a kind
     # only if they are the majority.
@@ -610,13 +606,15 @@ def _describe_kinds_of_steps(report: Facts) -> str:
         if _is_lack_measured(report)
         else [each for each in steps["long"] if _may_be_cpu_waits(report, each)]
     )
-    for each in of_other_kinds:
-        if each["count"] >= (_MOST if each in doubtful else _WORTH_NAMING) * total:
-            found.append((each["count"], each["mean_s"]))
-    found = [each for each in found if each[0] >= _FEWEST]
+    kinds = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
+    kinds += [
+        (each["count"], each["mean_s"])
+        for each in of_other_kinds
+        if each["count"] >= (_MOST if each in doubtful else _WORTH_NAMING) * total
+    ]
+    found = sorted((each for each in kinds if each[0] >= _FEWEST), key=lambda each: -each[0])
     if len(found) < 2:
         return ""
-    found.sort(key=lambda each: -each[0])
     words = ", ".join(f"{count} take {format_duration(mean_s)}" for count, mean_s in found)
     number = {2: "Two", 3: "Three"}.get(len(found), "Several")
     return f"{number} kinds of steps: {words}."
@@ -657,8 +655,7 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
     parts_s[_COMMUNICATION] -= hidden_s
     lack_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
     account = TimeAccount.from_parts(1e9 * parts_s, 1e9 * lack_s)
-    found = break_down_step(account)
-    return dataclasses.replace(_name_waiting_for_ranks(report, found), hidden_data_s=hidden_s)
+    return _name_waiting_for_ranks(report, break_down_step(account))
 
 
 def _hidden_data_wait_s(report: Facts, steps: Sequence[TypicalStep]) -> float:
@@ -677,9 +674,9 @@ def _hidden_data_wait_s(report: Facts, steps: Sequence[TypicalStep]) -> float:
 
 def _hidden_data_wait_text(report: Facts, found: StepBreakdown) -> str:
     """Return a sentence on the hidden wait for data; "" if it is small, or if the wait is."""
-    hidden_s = found.hidden_data_s
     periods_s = [rank["loader_period_s"] for rank in report["ranks"] if rank["loader_period_s"]]
     steps = _collect_typical_steps(report)
+    hidden_s = _hidden_data_wait_s(report, steps)
     waits_s = sum(step["parts"].get("data", 0.0) for step in steps) / len(steps)
     if (
         hidden_s < _SOME * (hidden_s + waits_s)
@@ -771,6 +768,11 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
     name, seconds = next(iter(sections.items()), ("", 0.0))
     if use.kind != "host_bound" or seconds < _SOME * whole_s:
         return [use]
+    named = dataclasses.replace(
+        use,
+        advice="",
+        action=f'make section "{name}" cheaper: cache its results, or do it in fewer steps.',
+    )
     if seconds <= _MOST * whole_s:
         some = [
             f'"{each}" ({format_duration(its_s)})'
@@ -778,33 +780,17 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
             if its_s >= _SOME * whole_s
         ]
         what = f"{use.what}, with the section{'s' * (len(some) > 1)} {' and '.join(some[:2])},"
-        return [dataclasses.replace(use, what=what, advice="", action=_section_action(name))]
-    action = _section_action(name)
+        return [dataclasses.replace(named, what=what)]
     if use.seconds < NEARLY * whole_s:
         # The section's time contains waits for a CPU, but `use` does not. It is not shown.
-        return [
-            dataclasses.replace(
-                use,
-                what=f'{use.what}, most of it in section "{name}",',
-                advice="",
-                action=action,
-            )
-        ]
+        return [dataclasses.replace(named, what=f'{use.what}, most of it in section "{name}",')]
     seconds = min(seconds, use.seconds)
-    found = [
-        dataclasses.replace(
-            use, seconds=seconds, lack_s=0.0, what=f'Section "{name}"', advice="", action=action
-        )
-    ]
+    found = [dataclasses.replace(named, seconds=seconds, lack_s=0.0, what=f'Section "{name}"')]
     rest_s = use.seconds - seconds
     if rest_s >= _WORTH_NAMING * step_s:
         what = "Other host code"
         found.append(dataclasses.replace(use, seconds=rest_s, lack_s=0.0, what=what))
     return found
-
-
-def _section_action(name: str) -> str:
-    return f'make section "{name}" cheaper: cache its results, or do it in fewer steps.'
 
 
 # -- on a device
@@ -850,7 +836,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         ]
         if found.computing.seconds:
             named.append(dataclasses.replace(found.computing, what="Computing"))
-    notes.append(_describe_kinds_of_device_steps(report))
+    notes.append(_describe_kinds_of_steps(report) if report["steps"]["by"] == DEVICE else "")
     gap = _find_gap(report, following, found.step_s)
     return Verdict(
         kind=first.kind,
@@ -892,10 +878,6 @@ def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBr
     return _name_waiting_for_ranks(report, break_down_step(account, on_device=True))
 
 
-def _describe_kinds_of_device_steps(report: Facts) -> str:
-    return _describe_kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
-
-
 def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: float) -> Verdict:
     """Return the verdict that hosts limit the step, because devices wait for their kernels."""
     if pace.is_hidden:
@@ -908,11 +890,14 @@ def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: fl
             f"the {device} had no work left at the end of {format_percent(pace.starved)} of the"
             " forward and backward passes"
         )
-    idle = "" if pace.is_hidden else _describe_busy(report, device)
     idle_s = pace.idle_s or step_s
     gap = find_largest_gap(report["steps"]["host_gaps"], _SOME * idle_s)
-    place = "" if gap is None else gap.text
-    told = (f"The host sets the pace: {why}.", idle, place, describe_other_processes(report))
+    told = (
+        f"The host sets the pace: {why}.",
+        "" if pace.is_hidden else _describe_busy(report, device),
+        gap.text if gap else None,
+        describe_other_processes(report),
+    )
     startup = report["run"]["startup"]
     compiled = startup is not None and bool(startup["compile_s"])
     advice = "compiled_launches" if compiled else "launches"
@@ -940,9 +925,8 @@ def _largest_first(parts_s: Mapping[str, float]) -> dict[str, float]:
 def _describe_lag(report: Facts, device: str, step_s: float) -> str:
     """Return a sentence if hosts are so far ahead that devices have work all the time; else ""."""
     lags_s = [each["behind_s"]["p50_s"] or 0.0 for each in timed_devices(report)]
-    if min(lags_s) < _FAR_AHEAD * step_s:
-        return ""
-    return f"The host is ahead, and waits for the {device}."
+    is_ahead = min(lags_s) >= _FAR_AHEAD * step_s
+    return f"The host is ahead, and waits for the {device}." if is_ahead else ""
 
 
 def _describe_busy(report: Facts, device: str) -> str:
@@ -967,10 +951,14 @@ def _build_graph_verdict(report: Facts, device: str) -> Verdict:
         f"The loop replays a CUDA graph: a step takes {format_duration(step_s)} on the {device}, and"
         f" the phases inside of the graph are not timed.{inside}"
     )
-    text = " ".join(filter(None, (text, describe_other_processes(report))))
     action = f'start with device section "{next(iter(longest))}".' if longest else _SECTION_ACTION
-    evidence = GraphReplayEvidence(step_s, longest)
-    return Verdict(kind="not_known", confidence=0.8, text=text, action=action, evidence=evidence)
+    return Verdict(
+        kind="not_known",
+        confidence=0.8,
+        text=" ".join(filter(None, (text, describe_other_processes(report)))),
+        action=action,
+        evidence=GraphReplayEvidence(step_s, longest),
+    )
 
 
 def _build_untimed_verdict(device: str, found: StepBreakdown) -> Verdict:
@@ -997,12 +985,16 @@ def _build_not_known_verdict(report: Facts, device: str) -> Verdict:
         f" was recorded. {largest.what} takes {_format_share(largest.seconds, found.step_s)} of a typical"
         " step on the host, which may be waiting for the device."
     )
-    action = (
-        'record device times (device_times="on"), or look at a trace of some steps: torchlens-perf'
-        " capture."
+    return Verdict(
+        kind="not_known",
+        confidence=0.0,
+        text=text,
+        action=(
+            'record device times (device_times="on"), or look at a trace of some steps:'
+            " torchlens-perf capture."
+        ),
+        evidence=UntimedDeviceEvidence(device),
     )
-    evidence = UntimedDeviceEvidence(device)
-    return Verdict(kind="not_known", confidence=0.0, text=text, action=action, evidence=evidence)
 
 
 # -- long steps
@@ -1034,8 +1026,8 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         why = "the process was stopped by SIGSTOP, a debugger, or a scheduler that suspends jobs"
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
-        if long["part"] in _BESIDES_PASSES:
-            why += f", mostly {_BESIDES_PASSES[long['part']]}"
+        if long["part"] in ("host", "data", "communication"):
+            why += f", mostly {phase_name(long['part'])}"
     if long["waited_for"] is not None:
         waits = (
             "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
@@ -1060,19 +1052,17 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         action = f"see whether other programs used the GPU (nvidia-smi pmon); else {action}"
     elif others:
         action = "see what the other processes do on the GPU: nvidia-smi pmon."
-    more = f" {others}" if others else ""
     text = (
         f"{often} {takes} {format_duration(long['more_s'])} longer{each} ({why}):"
-        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time.{more}"
+        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time."
     )
-    cost_s = mean_per_step(long["total_s"], steps)
     return Verdict(
         kind="long_steps",
         phase=long["part"] or None,
-        cost_s_per_step=cost_s,
+        cost_s_per_step=mean_per_step(long["total_s"], steps),
         cost_share=long["share"],
         confidence=0.9,
-        text=text,
+        text=" ".join(filter(None, (text, others))),
         advice="" if long["kinds"] else long["part"],
         action=action,
         evidence=LongStepsEvidence(long),
@@ -1167,13 +1157,6 @@ _WHERE = {
     "communication": "waiting in communication",
     "tool": "this tool",
     LACK_OF_CPU: "waiting for a CPU",
-}
-
-
-_BESIDES_PASSES = {
-    "host": "host code",
-    "data": "data loading",
-    "communication": "waiting in communication",
 }
 
 
