@@ -62,16 +62,16 @@ def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) ->
         if links.shared_ranks
         else f"ranks {format_ranges(worst.ranks)}"
     )
-    action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
     cost_s = worst.cost_ns / 1e9 / max(1, steps)
-    share = cost_s / mean_s if mean_s else 0.0
     return Verdict(
         kind="slow_link",
         phase="communication",
         cost_s_per_step=cost_s,
-        cost_share=share,
+        cost_share=cost_s / mean_s if mean_s else 0.0,
         confidence=0.8,
-        action=action,
+        action=(
+            f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
+        ),
         evidence=SlowLinkEvidence(links),
     )
 

@@ -68,10 +68,13 @@ class VerdictPeriods:
         """
         noted = self._collect_past_findings({each.kind for each in verdicts})
         hung = {each.since_step for each in noted if each.kind == f"hang{OVER}"}
+        # Long steps that are all steps of hangs have no verdict of their own.
         found = [
             structs.replace(each, held=self._find_period(each))
             for each in verdicts
-            if not _are_all_hangs(each.evidence.long, hung)
+            if (long := each.evidence.long) is None
+            or len(long["steps"]) != long["count"]
+            or not hung.issuperset(long["steps"])
         ]
         stretches = self._find_temporary_limits(found)
         if all(each.has_ended for each in stretches):
@@ -231,15 +234,11 @@ class VerdictPeriods:
         After the run, findings that were open at its end are included if they have no verdict.
         shown: the kinds of the report's verdicts.
         """
-        found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
-        past = [
-            each
-            for each in found
-            if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)
-        ]
         return [
             structs.replace(self._build_past_verdict(each), held=self._period_of_finding(each))
-            for each in past
+            for each in self.records.findings[::-1]
+            if each.kind != "straggler"
+            and (each.is_over or (not self.facts["run"]["live"] and each.kind not in shown))
         ]
 
     def _build_past_verdict(self, noted: Finding) -> Verdict:
@@ -303,13 +302,6 @@ class VerdictPeriods:
             windows_judged=int(judged.sum()),
             window_steps=self.windows.windows.width,
         )
-
-
-def _are_all_hangs(long: LongSteps | None, hung: set[int | None]) -> bool:
-    """Return True for long steps if all of them are in `hung`, the steps of hangs."""
-    return (
-        long is not None and len(long["steps"]) == long["count"] and hung.issuperset(long["steps"])
-    )
 
 
 def _breakdowns_in(windows: JudgedWindows, there: WindowMask) -> list[StepBreakdown]:

@@ -37,7 +37,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     semantics_of,
     split_wait_and_transfer,
 )
-from torchlens_perf.analysis.collectives.statistics import OperationStatistics
+from torchlens_perf.analysis.collectives.statistics import OperationStatistics, SizeStatistics
 from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ class CollectiveJoin:
             np.frexp(sizes.astype(np.float64))[1].astype(np.int64)
         ):
             found = split_wait_and_transfer(operation, calls["duration_ns"][chosen], root)
-            row.octave_statistics(octave).add_operations(
+            row.sizes.setdefault(octave, SizeStatistics()).add_operations(
                 ranks, sizes[chosen], overlapped[chosen], found
             )
 

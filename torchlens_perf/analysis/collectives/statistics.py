@@ -155,10 +155,6 @@ class OperationStatistics:
         """Number of operations that have a record of every rank."""
         return sum(size.joined for size in self.sizes.values())
 
-    def octave_statistics(self, octave: int) -> SizeStatistics:
-        """Return the statistics of sizes from 2**(octave - 1) on, created if missing."""
-        return self.sizes.setdefault(octave, SizeStatistics())
-
     def octave_with_most_bytes(self) -> SizeStatistics | None:
         """Return the statistics of the octave that has most bytes."""
         return max(self.sizes.values(), key=lambda size: (size.bytes, size.joined), default=None)

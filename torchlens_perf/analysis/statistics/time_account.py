@@ -31,7 +31,6 @@ CPU = "cpu"
 """State of a thread that is runnable but not scheduled."""
 _STATE_OF_PART = {**dict.fromkeys(PARTS, "running"), "data": "data", "communication": "ranks"}
 """The state of a part while it does not wait for a CPU."""
-STATES = ("running", CPU, "data", "ranks")
 NO_PART = ""
 """Part of waits for a CPU of which only the sum over the parts is known."""
 CELLS = (*_STATE_OF_PART.items(), *((part, CPU) for part in (*OWN_PARTS, NO_PART)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.channel import JoinCounts
@@ -34,7 +34,7 @@ _TIMES = {name: f"{name.removesuffix('ns')}s" for name in TOTALS if name.endswit
 _OperationPlace = tuple[GroupKey, tuple[int, int] | None]
 
 
-def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
+def collective_rows(joins: Sequence[CollectiveJoin]) -> list[Collective]:
     """Return a row for each operation, dtype and group (or pair of ranks), most bytes first.
 
     joins: one per node, see latest_joins().
@@ -46,14 +46,13 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
       row.
     - Times are in seconds, bandwidths in bytes per second. A value that is not known is null.
     """
-    nodes = list(joins)
     counts: dict[_OperationPlace, JoinCounts] = {}
-    for node in nodes:
+    for node in joins:
         for place, counted in node.join_counts().items():
             counts[place] = counts.get(place, JoinCounts()).plus(counted)
     rows = [
-        _build_row(each, counts, whole=any(node.has_all_ranks(each.key.members) for node in nodes))
-        for each in merge_operations([node.operations() for node in nodes])
+        _build_row(each, counts, whole=any(node.has_all_ranks(each.key.members) for node in joins))
+        for each in merge_operations([node.operations() for node in joins])
     ]
     return sorted(
         rows, key=lambda row: (-row["bytes"], -row["count"], row["operation"], row["group"])
@@ -112,10 +111,9 @@ def _build_row(
         rank: row["exposed_lag_ns"] + row["overlapped_lag_ns"] for rank, row in by_rank.items()
     }
     slowest = max(by_rank, key=lambda rank: (lags_ns[rank], by_rank[rank]["last"]), default=None)
-    if slowest is not None and not (whole and by_rank[slowest]["last"]):
-        slowest = None
-    if slowest is not None and is_last_by_chance(
-        by_rank[slowest]["last"], statistics.joined, lags_ns, slowest
+    if slowest is not None and (
+        not (whole and by_rank[slowest]["last"])
+        or is_last_by_chance(by_rank[slowest]["last"], statistics.joined, lags_ns, slowest)
     ):
         slowest = None
     return {

@@ -36,12 +36,11 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
     }
     found = classify_steps(list(mixes.values()))
     waits = AwaitedRankFinder(mixes)
-    all_ranks = list(mixes)
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
     def find_blamed_rank(each: StepClass) -> int | None:
         if each.only is not None:
-            return all_ranks[each.only]
+            return list(mixes)[each.only]
         if each.kinds or each.more_ns <= 0:
             return None
         return waits.find_awaited_rank(each.steps[-MAX_STEPS:], each.more_ns)
@@ -68,7 +67,7 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
     short = build_rows(found.short)
     alike = max(0, found.count - sum(each["count"] for each in (*long, *short)))
     return {
-        "total_s": found.total_ns / 1e9,
+        "total_s": whole_s,
         "warm_up": max(warm_up, default=0),
         "alike": alike,
         "alike_mean_s": found.alike_mean_ns / 1e9 if alike else None,

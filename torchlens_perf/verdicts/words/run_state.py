@@ -143,8 +143,6 @@ def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[Verdict]:
         f" {format_rank_list(longest)} made {most}: from step {fewest} on, other ranks trained"
         f" without {format_rank_list(ended)}."
     )
-    action = "give all ranks the same number of batches: drop_last=True, or a DistributedSampler."
-    evidence = UnevenStepsEvidence(ended, fewest, most)
     return [
         Verdict(
             kind="uneven_steps",
@@ -152,8 +150,10 @@ def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[Verdict]:
             since_step=fewest,
             confidence=0.9,
             text=text,
-            action=action,
-            evidence=evidence,
+            action=(
+                "give all ranks the same number of batches: drop_last=True, or a DistributedSampler."
+            ),
+            evidence=UnevenStepsEvidence(ended, fewest, most),
         )
     ]
 

@@ -568,21 +568,19 @@ def build_imbalance_verdicts(findings: Findings) -> list[Verdict]:
     found = findings.imbalance
     if found is None:
         return []
-    cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
     text = (
         f"The pipeline is out of balance: stage {found.stage} (ranks {format_ranges(found.ranks)}) has"
         f" {format_duration(found.work_ns / 1e9)} of work a step, the other stages"
         f" {format_duration(found.others_work_ns / 1e9)}."
     )
-    action = f"move layers out of stage {found.stage}."
     return [
         Verdict(
             kind="imbalance",
-            cost_s_per_step=cost_s,
-            cost_share=share,
+            cost_s_per_step=found.cost_ns / 1e9,
+            cost_share=found.cost_ns / findings.step_ns,
             confidence=0.9,
             text=text,
-            action=action,
+            action=f"move layers out of stage {found.stage}.",
             evidence=ImbalanceEvidence("imbalance", "stage", found.ranks),
         )
     ]
@@ -650,15 +648,14 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> Verdict:
         f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is"
         f" {format_duration(seen_s)} per step ({format_percent(share)})."
     )
-    confidence, rather = 0.9, _unconfirmed_ranks_clause(findings)
+    rather = _unconfirmed_ranks_clause(findings)
     if rather:
-        confidence = confidence / 2
         text = f"{text} Statistics merged on devices do not confirm this{rather}."
     return Verdict(
         kind="none",
         cost_s_per_step=0.0,
         cost_share=0.0,
-        confidence=confidence,
+        confidence=0.45 if rather else 0.9,
         text=text,
         evidence=NoSlowRankEvidence(findings.rows, seen_s, findings.compared),
     )
@@ -697,8 +694,8 @@ def _why_not_compared(report: Facts, findings: Findings) -> tuple[str, str] | No
         )
     if findings.compared or report["steps"]["count"] < _steps_needed(findings):
         return None
-    text = (
+    return describe_unequal_work(findings) or (
         "The ranks were not compared: they do different work, or were not recorded at the same"
-        " time."
+        " time.",
+        "",
     )
-    return describe_unequal_work(findings) or (text, "")

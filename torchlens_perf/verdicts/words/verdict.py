@@ -151,12 +151,11 @@ def _replace_if_spans_too_deep(report: Facts, verdict: Verdict) -> Verdict:
         f" than {MAX_FRAMES} levels were not recorded. They may include phases of the step, which"
         " are counted as host code here."
     )
-    action = "nest sections less deeply, also around the training loop."
     return Verdict(
         kind="not_known",
         confidence=0.5,
         text=text,
-        action=action,
+        action="nest sections less deeply, also around the training loop.",
         evidence=DeepSpansEvidence(too_deep),
     )
 
@@ -222,14 +221,13 @@ def _build_only_warm_up_verdict(report: Facts) -> Verdict:
         f"Only {format_count(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
         f" of each rank){describe_warm_up(steps)}."
     )
-    action = "run at least 40 steps."
     return Verdict(
         kind="none",
         cost_s_per_step=0.0,
         cost_share=0.0,
         confidence=0.0,
         text=text,
-        action=action,
+        action="run at least 40 steps.",
         is_undecided=True,
         evidence=WarmUpEvidence(),
     )
