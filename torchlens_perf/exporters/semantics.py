@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchlens_perf.run import identity as _identity
+# Attributes of the resource that spans, points and events have too. Ranks and world size also have
+# NeMo Lens's names, by which its backends group jobs.
+from torchlens_perf.run.identity import LENS_LOCAL_RANK as LENS_LOCAL_RANK
+from torchlens_perf.run.identity import LENS_RANK as LENS_RANK
+from torchlens_perf.run.identity import LENS_WORLD_SIZE as LENS_WORLD_SIZE
+from torchlens_perf.run.identity import LOCAL_RANK as LOCAL_RANK
+from torchlens_perf.run.identity import RANK as RANK
+from torchlens_perf.run.identity import RESTART_COUNT as RESTART_COUNT
+from torchlens_perf.run.identity import RUN_ID as RUN_ID
+from torchlens_perf.run.identity import WORLD_SIZE as WORLD_SIZE
 
 SCOPE = "torchlens_perf"
 
@@ -32,9 +41,7 @@ EXCEPTION_MESSAGE = "exception.message"
 
 # Attributes of all spans. Spans and metric points also have the rank, because some backends drop
 # resource attributes.
-RUN_ID = _identity.RUN_ID
 STEP = "torch.train.step"
-RANK = _identity.RANK
 # Attributes of a rank's step. Ranks that wait for each other have equal step times, so only their
 # own times show which rank is slow.
 OWN_SECONDS = "torch.train.step.own_time"
@@ -63,16 +70,6 @@ STRAGGLER_CLASS = "torch.train.straggler.class"
 STRAGGLER_CAUSES = "torch.train.straggler.causes"
 STRAGGLER_SCOPE = "torch.train.straggler.scope"
 HANG_KIND = "torch.train.hang.kind"
-
-# Resource attributes of a rank, in addition to service.*, host.name, process.pid and the
-# scheduler's (run/identity.py).
-LOCAL_RANK = _identity.LOCAL_RANK
-WORLD_SIZE = _identity.WORLD_SIZE
-RESTART_COUNT = _identity.RESTART_COUNT
-# Ranks and world size under NeMo Lens's names, by which its backends group jobs.
-LENS_RANK = _identity.LENS_RANK
-LENS_LOCAL_RANK = _identity.LENS_LOCAL_RANK
-LENS_WORLD_SIZE = _identity.LENS_WORLD_SIZE
 
 # Metrics of steps, and their attributes.
 STEP_DURATION = "torch.train.step.duration"
