@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from types import FrameType, TracebackType
+import traceback
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard, printable
@@ -57,7 +57,7 @@ def describe_failure(error: BaseException | None, step: int) -> Failure | None:
     if error is None or not isinstance(error, (Exception, SystemExit)):
         return None
     kind = type(error)
-    frames, message = list(_iterate_frames(error.__traceback__)), _read_message(error)
+    frames, message = list(traceback.walk_tb(error.__traceback__)), _read_message(error)
     phase, module = _find_phase_and_module([frame for frame, _ in frames])
     return {
         "type": (
@@ -75,12 +75,6 @@ def describe_failure(error: BaseException | None, step: int) -> Failure | None:
         "after_watch": False,
         "unix_ns": time.time_ns(),
     }
-
-
-def _iterate_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
 
 
 def _read_message(error: BaseException) -> str:
