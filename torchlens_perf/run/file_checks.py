@@ -25,13 +25,11 @@ def is_missing(path: str | os.PathLike[str], *, follow_links: bool = True) -> bo
 
 
 def is_file(path: str) -> bool:
-    mode = _read_mode(path, follow_links=True)
-    return mode is not None and stat.S_ISREG(mode)
+    return stat.S_ISREG(_read_mode(path, follow_links=True))
 
 
 def is_link(path: str) -> bool:
-    mode = _read_mode(path, follow_links=False)
-    return mode is not None and stat.S_ISLNK(mode)
+    return stat.S_ISLNK(_read_mode(path, follow_links=False))
 
 
 def resolve_links(path: str) -> str:
@@ -42,8 +40,9 @@ def resolve_links(path: str) -> str:
         return os.path.abspath(path)
 
 
-def _read_mode(path: str, *, follow_links: bool) -> int | None:
+def _read_mode(path: str, *, follow_links: bool) -> int:
+    """Return the type and permissions of a file; 0, which is no type, if they cannot be read."""
     try:
         return os.stat(path, follow_symlinks=follow_links).st_mode
     except ours(OSError, ValueError):
-        return None
+        return 0
