@@ -208,7 +208,7 @@ def _determine_run_id(
         return claim(_launcher_digest(origin) + suffix, origin, proposal=job and job + suffix)
     if job:
         return job + suffix
-    digest = _hash_text(place.facts) if place.facts else _launcher_digest(origin)
+    digest = launcher.hash_texts(place.facts) if place.facts else _launcher_digest(origin)
     # Even a launcher without restarts may start the same rank again, for example a shell loop or a
     # script that spawns twice.
     return claim(digest + suffix, origin, member=None if place.elastic else place.rank)
@@ -224,11 +224,7 @@ def _launcher_digest(origin: int) -> str:
 
     The hash is equal on all ranks of a node and stays the same over elastic restarts.
     """
-    return _hash_text(f"{socket.gethostname()}/{origin}/{process_start_ticks(origin)}")
-
-
-def _hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
+    return launcher.hash_texts(f"{socket.gethostname()}/{origin}/{process_start_ticks(origin)}")
 
 
 def detect_program_name(environ: Mapping[str, str]) -> str:

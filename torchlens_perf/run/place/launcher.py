@@ -221,11 +221,11 @@ def _job_name(environ: Mapping[str, str], row: LauncherVariables, parent: Sequen
         # c10d, the user configures id and port, so the next job may have the same values.
         if elastic == "none" or not all(store) or _rendezvous_backend(environ, parent) != "c10d":
             return ""
-        return f"{elastic[:60]}-{_hash_texts(elastic, *store)}"
+        return f"{elastic[:60]}-{hash_texts(elastic, *store)}"
     values = [environ.get(name, "") for name in row.job]
     if not values or not all(values):
         return ""
-    return f"slurm-{'.'.join(values)}" if row.name == "srun" else f"mpi-{_hash_texts(*values)}"
+    return f"slurm-{'.'.join(values)}" if row.name == "srun" else f"mpi-{hash_texts(*values)}"
 
 
 def _rendezvous_backend(environ: Mapping[str, str], parent: Sequence[str]) -> str:
@@ -237,7 +237,8 @@ def _rendezvous_backend(environ: Mapping[str, str], parent: Sequence[str]) -> st
     return environ.get("PET_RDZV_BACKEND", "")
 
 
-def _hash_texts(*texts: str) -> str:
+def hash_texts(*texts: str) -> str:
+    """Return a short hash for names of jobs and launchers."""
     return hashlib.sha256("\n".join(texts).encode(errors="surrogateescape")).hexdigest()[:8]
 
 
