@@ -33,17 +33,15 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOT = os.path.dirname(_PACKAGE)
 _SIDECAR_LIBRARIES = ("numpy", "pyarrow", "msgspec", "rich")
 _INTERPRETER_NAME = re.compile(r"python(?:\d(?:\.(\d+))?)?[tdmu]{0,2}(?:-dbg)?")
-# These variables give a process a rank or load a profiler into it. A child gets neither.
-_NOT_A_RANK = (
+_NOT_INHERITED = (
+    # These variables give a process a rank or load a profiler into it.
     "TORCHLENS_PERF",
     "RANK",
     "LOCAL_RANK",
     "NVTX_INJECTION64_PATH",
     "CUDA_INJECTION64_PATH",
-)
-# These variables debug the user's program. With PYTHONWARNINGS=error, for example, a library's
-# DeprecationWarning would end the sidecar.
-_OF_THE_PROGRAM = (
+    # These variables debug the user's program. With PYTHONWARNINGS=error, for example, a library's
+    # DeprecationWarning would end the sidecar.
     "PYTHONWARNINGS",
     "PYTHONDEVMODE",
     "PYTHONINSPECT",
@@ -105,11 +103,10 @@ def build_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
     base: environment to start from, by default os.environ.
     """
-    dropped = (*_NOT_A_RANK, *_OF_THE_PROGRAM)
     found = {
         name: value
         for name, value in (os.environ if base is None else base).items()
-        if name not in dropped
+        if name not in _NOT_INHERITED
     }
     if "PYTHONPATH" in found:
         found["PYTHONPATH"] = _make_pythonpath_absolute(found["PYTHONPATH"])
