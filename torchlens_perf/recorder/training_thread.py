@@ -16,7 +16,7 @@ from types import CodeType
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.interruption import ours
+from torchlens_perf.run.processes import read_kernel_text
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.recorder import Recorder
@@ -182,10 +182,6 @@ def is_autograd_thread() -> bool:
     """Return True if the calling thread is an autograd thread, or False without /proc."""
     known: bool | None = getattr(_known, "is_autograds", None)
     if known is None:
-        try:
-            with open("/proc/thread-self/comm") as file:
-                known = file.read().startswith(_AUTOGRAD_NAMES_BEGIN_WITH)
-        except ours(OSError):
-            known = False
+        known = read_kernel_text("/proc/thread-self/comm").startswith(_AUTOGRAD_NAMES_BEGIN_WITH)
         _known.is_autograds = known
     return known

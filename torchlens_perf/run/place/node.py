@@ -14,6 +14,7 @@ import re
 import socket
 
 from torchlens_perf.interruption import ours
+from torchlens_perf.run.processes import read_kernel_text
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _MAX_HOST = 64
@@ -45,12 +46,8 @@ def namespace_digest() -> str:
     """Return a digest of the host's current boot and of this PID namespace."""
     if _overriding_digest:
         return _overriding_digest
-    try:
-        with open(_BOOT_ID) as file:
-            boot = file.read().strip()
-    except ours(OSError):
-        # Some sandboxes do not have this file.
-        boot = ""
+    # Some sandboxes do not have this file.
+    boot = read_kernel_text(_BOOT_ID)
     return hashlib.sha256(f"{boot}/{pid_namespace_inode()}".encode()).hexdigest()[:_DIGITS]
 
 
