@@ -78,11 +78,11 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 def _imitate(function: Any, replacement: Any) -> Any:
     """Return the replacement, or a function that calls it, with the attributes of `function`."""
     if not isinstance(replacement, FunctionType):
-        replacement = _create_python_front(replacement)
+        replacement = create_python_front(replacement)
     return functools.update_wrapper(replacement, function)
 
 
-def _create_python_front(native: Any) -> Any:
+def create_python_front(native: Any) -> Any:
     """Return a Python function that calls a function written in C, whose name cannot be changed."""
 
     def call_native(*args: Any, **kwargs: Any) -> Any:

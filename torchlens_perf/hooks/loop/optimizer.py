@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import torch_private
-from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.patch import create_python_front, patched
 from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Kind
 
@@ -63,10 +63,13 @@ class OptimizerHookRelay:
         step_ended = guarded.wrap_attribute(self, "after")
         # Hooks that are traced into a graph would not run. Dynamo breaks the graph around a
         # compiled optimizer's step() in any case, so the optimizer's operations stay in one graph.
-        before = _in_python(
+        # Dynamo warns of calls of C functions.
+        before = create_python_front(
             native_hook("optimizer_begins", torch_private.break_graph_at(step_begins))
         )
-        after = _in_python(native_hook("optimizer_ended", torch_private.break_graph_at(step_ended)))
+        after = create_python_front(
+            native_hook("optimizer_ended", torch_private.break_graph_at(step_ended))
+        )
         self.hooks = [before, after]
         register_optimizer_step_pre_hook(before)
         register_optimizer_step_post_hook(after)
@@ -76,15 +79,6 @@ class OptimizerHookRelay:
         # An interruption may have taken the handles that torch returned, so look for the hooks.
         torch_private.remove_optimizer_step_hooks(self.hooks)
         self.hooks = []
-
-
-def _in_python(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Python function that calls `hook`. Dynamo warns of calls of C functions."""
-
-    def call_hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        return hook(optimizer, args, kwargs)
-
-    return torch_private.break_graph_at(call_hook)
 
 
 relay = OptimizerHookRelay()
@@ -241,13 +235,11 @@ class OptimizerHook:
         try:
             relay.install_hooks()
             relay.before, relay.after = on_step_begin, on_step_end
-            with ExitStack() as attached:
-                attached.enter_context(
-                    patched(torch.amp.GradScaler, "step", scaler_step_and_report)
-                )
-                attached.enter_context(
-                    patched(torch.optim.Optimizer, "__init__", construct_and_report)
-                )
+            with (
+                patched(torch.amp.GradScaler, "step", scaler_step_and_report),
+                patched(torch.optim.Optimizer, "__init__", construct_and_report),
+                ExitStack() as attached,
+            ):
                 for owner in {type(each) for each in self._loop.passed.find_without_hooks()}:
                     attached.enter_context(
                         _report_steps_of_class(owner, self._loop.passed, session)
