@@ -10,7 +10,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.recorder.patch import patched
@@ -32,14 +32,13 @@ class TagHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        with ExitStack() as attached:
-            attached.enter_context(self._observe_garbage_collections(session))
-            attached.enter_context(self._time_saves(session))
-            attached.enter_context(
-                session.step_callbacks.running_if_compiled(
-                    "watching torch.compile", _create_compilation_tagger(session)
-                )
-            )
+        with (
+            self._observe_garbage_collections(session),
+            self._time_saves(session),
+            session.step_callbacks.running_if_compiled(
+                "watching torch.compile", _create_compilation_tagger(session)
+            ),
+        ):
             yield
 
     @contextmanager

@@ -16,7 +16,7 @@ exit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
@@ -61,13 +61,12 @@ class CollectiveHook:
             yield
             return
         session.recorder.start_collectives(session.intern("wait"))
-        with ExitStack() as attached:
-            attached.enter_context(self._attach_tap(session))
+        with self._attach_tap(session):
             torch_private.require("torch._C._distributed_c10d.Work.wait")
             work = torch.distributed.Work
             timed = torch_private.break_graph_at(timed_wait(work.wait))
-            attached.enter_context(patched(work, "wait", timed))
-            yield
+            with patched(work, "wait", timed):
+                yield
 
     @contextmanager
     def _attach_tap(self, session: Session) -> Iterator[None]:
@@ -99,10 +98,8 @@ class CollectiveHook:
                 session.facts.missing_tap = native_tap.describe_missing_tap()
                 session.publish()
         recording = PythonRecording(groups, session)
-        with ExitStack() as attached:
-            if hooked:
-                attached.enter_context(process_group_hooks.attach_hooks(recording))
-            attached.enter_context(python_tap.attach_tap(taps, recording, session))
+        hooks = process_group_hooks.attach_hooks(recording) if hooked else nullcontext()
+        with hooks, python_tap.attach_tap(taps, recording, session):
             yield
 
 
