@@ -7,7 +7,7 @@ import select
 import time
 from typing import TYPE_CHECKING
 
-from torchlens_perf.output import above_standard_streams
+from torchlens_perf.output import above_standard_streams, wait_until_ready
 from torchlens_perf.run import children
 from torchlens_perf.run.rings import copy_out, memory
 
@@ -36,9 +36,7 @@ def copy_ring_to_run(run: RunDirectory, host: str, ring: RingFile, timeout_s: fl
         )  # fmt: skip
         children.start_detached(command, stdout=pipe[1], pass_fds=[descriptor])
         os.close(pipe.pop())
-        ready = select.poll()
-        ready.register(pipe[0], select.POLLIN)
-        if not ready.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
+        if not wait_until_ready(pipe[0], select.POLLIN, deadline_s):
             return f"{run.rings} did not answer within {timeout_s:g} s; the copy goes on by itself"
         reason = os.read(pipe[0], 4096).decode(errors="replace")
     finally:
