@@ -117,9 +117,8 @@ class WindowMerger:
         self._digested_count = 0  # Number of sections whose digests have been written.
         self._launches = self._plan_launches(functions)
         self._host_memory = self._get_host_memory(8 * len(self._small))
-        leftover = self._host_memory
-        self._host, self._arrived = leftover.host, leftover.arrived
-        self._rows_read = leftover.rows_read
+        self._host, self._arrived = self._host_memory.host, self._host_memory.arrived
+        self._rows_read = self._host_memory.rows_read
         self._steps = StepReduction(
             driver, functions, ring.bounds, self._get_host_memory(BLOCK_BYTES), memory
         )

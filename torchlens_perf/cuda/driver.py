@@ -81,7 +81,6 @@ class CudaDriver:
             function = getattr(quick if name in _NON_BLOCKING else self._library, name)
             function.argtypes, function.restype = signature, _INT
             self._functions[name] = function
-        self._launch = self._functions["cuLaunchKernel"]
         self._capturing = ctypes.c_int()
         self._capturing_at = ctypes.addressof(self._capturing)
 
@@ -196,8 +195,6 @@ class CudaDriver:
         arguments: KernelArguments,
     ) -> None:
         """Enqueue a kernel with a one-dimensional grid and one-dimensional blocks."""
-        status = self._launch(
-            function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments.pointers, None
+        self._call(
+            "cuLaunchKernel", function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments.pointers, None
         )  # fmt: skip
-        if status:
-            raise DeviceError(f"cuLaunchKernel failed with CUDA error {status}")
