@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.verdicts import Alert
 
-_KIND_OF_HANG = "hang"
-
 
 def build_log_record(
     alert: Alert, run_id: str, traced_step: int | None, resource: Resource
@@ -48,7 +46,7 @@ def build_log_record(
 
 
 def _attributes_of_alert(run_id: str, alert: Alert) -> dict[str, Any]:
-    of_hang = alert.kind == _KIND_OF_HANG
+    of_hang = alert.kind == "hang"
     found = {
         semantics.ALERT_UID: alert.id,
         semantics.ALERT_ABOUT: alert.about,

@@ -146,12 +146,8 @@ class NodeMetrics:
             self._shown[rank] = None
         while len(self._shown) > MAX_SLOW_RANKS:
             del self._shown[next(iter(self._shown))]
-        if not self._is_large_job:
-            self._meter.shown_ranks = None
-        else:
-            self._meter.shown_ranks = (
-                frozenset(self._shown) if self._part.standing is None else self._ranks_with_series
-            )
+        shown = frozenset(self._shown) if self._part.standing is None else self._part.standing
+        self._meter.shown_ranks = shown if self._is_large_job else None
 
     @property
     def _is_large_job(self) -> bool:

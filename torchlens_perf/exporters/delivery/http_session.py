@@ -6,6 +6,7 @@ The SDK counts redirects and web pages as success, and does not report rejected 
 from __future__ import annotations
 
 import importlib.metadata
+from contextlib import suppress
 from typing import Any
 
 import requests
@@ -113,10 +114,8 @@ def _classify_response(response: requests.Response, content: bytes) -> SendResul
 def _error_message(content: bytes, kind: str) -> str:
     text = ""
     if kind == _PROTOBUF:
-        try:
+        with suppress(DecodeError):
             text = Status.FromString(content).message
-        except DecodeError:
-            text = ""
     elif kind != "text/html":
         text = content[:_MAX_REASON].decode(errors="replace")
     return printable(text)[:_MAX_REASON]
