@@ -192,7 +192,10 @@ def gains(out: Path) -> None:
             slow = max(report["ranks"], key=lambda rank: rank["own_s"]["p50_s"] or 0.0)["rank"]
             replay = Replay(times, report, report["verdicts"])
             predicted = replay.predict([parse_change(text.format(slow=slow))])
-            measured = replay.step_s - mean_per_step(after["steps"]["total_s"], after["steps"])
+            with_s, without_s = (
+                mean_per_step(each["steps"]["total_s"], each["steps"]) for each in (report, after)
+            )
+            measured = with_s - without_s
             if predicted is None:
                 missing.append(f"{1e3 * measured:.2f}")
                 continue
