@@ -30,11 +30,11 @@ from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
+from torchlens_perf.verdicts.words.phases import phase_name
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
     build_past_verdict,
     build_slow_verdict,
-    phase_name,
 )
 
 if TYPE_CHECKING:

@@ -26,13 +26,13 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.evidence import NoSlowRankEvidence
+from torchlens_perf.verdicts.words.phases import phase_name
 from torchlens_perf.verdicts.words.stragglers import (
     MAX_PAST,
     SlowRankContext,
     build_no_straggler_verdict,
     build_straggler_verdicts,
     compute_last_arrival_shares,
-    phase_name,
 )
 
 MS = 1e6

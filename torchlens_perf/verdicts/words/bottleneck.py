@@ -58,8 +58,8 @@ from torchlens_perf.verdicts.words.evidence import (
 )
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code, find_largest_gap
 from torchlens_perf.verdicts.words.modules import computing_action
+from torchlens_perf.verdicts.words.phases import phase_name
 from torchlens_perf.verdicts.words.report import mean_per_step
-from torchlens_perf.verdicts.words.stragglers import phase_name
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.device_pace import HostPace

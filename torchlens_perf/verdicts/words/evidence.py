@@ -17,18 +17,15 @@ from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
+from torchlens_perf.verdicts.words.phases import phase_name
 
 LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
 _NAMES = {
     "start": "the start of the step",
-    "data": "data loading",
-    "forward": "the forward pass",
-    "recompute": "recomputing activations",
-    "backward": "the backward pass",
-    "optimizer": "the optimizer",
     "communication": "communication",
     "end": "the end of the step",
 }
+"""Names of the ends of a gap that differ from those in other sentences."""
 _USUAL = {
     "backward>optimizer": "clipping of gradients, a GradScaler, logging, .item()",
     "data>forward": "copies to the device, preparation of the batch",
@@ -100,8 +97,8 @@ class LargestGap(Struct, frozen=True):
     @property
     def place(self) -> str:
         before, after = split_gap(self.at)
-        following = "the next one" if before == after else _NAMES[after]
-        return f"between {_NAMES[before]} and {following}"
+        first, second = (_NAMES.get(each) or phase_name(each) for each in (before, after))
+        return f"between {first} and {'the next one' if before == after else second}"
 
     @property
     def text(self) -> str:

@@ -30,6 +30,7 @@ from torchlens_perf.verdicts.words.evidence import (
     NoSlowRankEvidence,
     NotComparedEvidence,
 )
+from torchlens_perf.verdicts.words.phases import phase_name
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Collective, Facts, Module
@@ -375,23 +376,6 @@ def _unconfirmed_ranks_clause(findings: Findings) -> str:
         for each in found
     )
     return f", but show {each}" if each else ""
-
-
-def phase_name(phase: str) -> str:
-    """Return the name of a part of the step for use in a sentence."""
-    return {
-        "data": "data loading",
-        "forward": "the forward pass",
-        "recompute": "recomputing activations",
-        "backward": "the backward pass",
-        "optimizer": "the optimizer",
-        "host": "host code",
-        "compute": "computing, both forward and backward",
-        "cpu": "waiting for a CPU",
-        "communication": "waiting in communication",
-        "tool": "this tool",
-        "gap": "the gaps between the phases, in which its device waits for its host",
-    }[phase]
 
 
 def module_label(name: str) -> str:

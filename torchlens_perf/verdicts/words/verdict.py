@@ -27,6 +27,7 @@ from torchlens_perf.verdicts.words.evidence import (
 from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_explained_by_growth
 from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
+from torchlens_perf.verdicts.words.phases import phase_name
 from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.startup import build_startup_verdicts
 from torchlens_perf.verdicts.words.stragglers import (
@@ -35,7 +36,6 @@ from torchlens_perf.verdicts.words.stragglers import (
     build_straggler_verdicts,
     compute_last_arrival_shares,
     describe_unequal_work,
-    phase_name,
     without_cpu_check,
 )
 
