@@ -296,7 +296,7 @@ REFUSALS = {
     "no executable": (no_program(""), "no other process can be started: Python does not know its own program"),
     "executable is None": (no_program(None), "no other process can be started: Python does not know its own program"),
     "missing executable": (no_program("/nonexistent/python"), "/nonexistent/python (sys.executable) cannot be run"),
-    "executable is no program": (no_program("/etc/passwd"), "no process can be started: Permission denied"),
+    "executable is no program": (no_program("/etc/passwd"), "/etc/passwd (sys.executable) cannot be run"),
     "open files": (limit(resource.RLIMIT_NOFILE, -1), "Too many open files"),
     "file size": (limit(resource.RLIMIT_FSIZE, 4096), "no place for a ring file of 339968 bytes"),
     "a file in the way": (folder(through_a_file), "cannot write to "),

@@ -43,15 +43,11 @@ def is_of_this_process(path: Path) -> bool:
 
 
 def remaining_folders(runs: Path, timeout_s: float = 60) -> list[str]:
-    """Return the remaining folders, once child processes that make folders have ended.
+    """Return the remaining folders, once processes that make folders have ended.
 
-    A child process whose parent stopped waiting still creates its folders and then removes them.
+    A process for which its rank no longer waits still creates its folders and then removes them.
     """
-    deadline_s, looks_without = time.monotonic() + timeout_s, 0
-    # A single reading of the list of children may miss a child, see proc(5).
-    while looks_without < 3 and time.monotonic() < deadline_s:
-        looks_without = 0 if _children(make_folders.__file__) else looks_without + 1
-        time.sleep(0.01)
+    eventually(lambda: not _processes(make_folders.__file__), timeout_s)
     return [f"{place}: {os.listdir(place)}" for place in places(runs)]
 
 
@@ -84,33 +80,24 @@ def end_sidecars() -> None:
 
     Sidecars are not child processes, and they need a second to start.
     """
-    if not (pids := _sidecars()):
+    if not (pids := _processes("sidecar")):
         return
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: not set(pids) & set(_sidecars()))
+    assert eventually(lambda: not set(pids) & set(_processes("sidecar")))
 
 
-def _sidecars() -> list[int]:
+def _processes(argument: str) -> list[int]:
+    """Return the processes of this process's runs that have the argument in their command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             said = (entry / "cmdline").read_bytes()
-            if b"\0sidecar\0" in said and any(each.encode() in said for each in _DIGESTS):
+            if f"\0{argument}\0".encode() in said and any(
+                each.encode() in said for each in _DIGESTS
+            ):
                 found.append(int(entry.name))
-    return found
-
-
-def _children(argument: str) -> list[int]:
-    """Return the child processes that have the argument in their command line."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        children = [int(pid) for pid in file.read().split()]
-    found = []
-    for pid in children:
-        with contextlib.suppress(OSError):
-            if f"\0{argument}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
     return found
 
 
