@@ -224,16 +224,16 @@ class TestLackOfACpu:
         assert (found.rank, found.phase) == (2, "data")
 
     def test_small_excess_in_long_steps_is_reported_if_the_job_waits_for_it(self) -> None:
-        """The excess is 4 % of the time with a CPU, and less than 3 % of the step."""
+        """The excess is 8 % of the time with a CPU, and less than 3 % of the step."""
         random = np.random.default_rng(0)
         job = Job.of(12, 300, noise=1e-3)
         for rank in (1, 2):
-            job.slow(rank, 0.04 * WORK_NS / MS)
-        job.ready_ns = np.tile(random.uniform(0, 2 * WORK_NS, 300), (12, 1))
+            job.slow(rank, 0.08 * WORK_NS / MS)
+        job.ready_ns = np.tile(random.uniform(0, 4 * WORK_NS, 300), (12, 1))
         assert {episode.rank for episode in job.judge().episodes} == {1, 2}
 
         # From here on, the rank that waits longest for a CPU arrives last.
-        job.ready_ns = random.uniform(0, WORK_NS, (12, 300))
+        job.ready_ns = random.uniform(0, 4 * WORK_NS, (12, 300))
         found = job.judge()
         assert found.episodes == ()
         assert found.detectable_ns >= MIN_SHARE * found.step_ns
@@ -290,6 +290,14 @@ class TestNoRankIsReported:
 
     def test_wandering_ranks_beside_cpu_contention_are_not_slow(self) -> None:
         assert sum(bool(contended(seed).judge().episodes) for seed in range(12)) <= 1
+
+    def test_excess_of_shared_caches_is_not_reported_beside_contention(self) -> None:
+        """On two CPUs, a healthy rank of four was slower by 4 % from start to end."""
+        job = Job.of(4, 160, noise=1e-3).slow(2, 0.04 * WORK_NS / MS)
+        assert [each.rank for each in job.judge().slow_now] == [2]
+
+        job.ready_ns = np.full((4, 160), 0.6 * WORK_NS)
+        assert job.judge().episodes == ()
 
     def test_slow_rank_beside_cpu_contention_is_reported(self) -> None:
         found = [

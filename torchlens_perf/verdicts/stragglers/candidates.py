@@ -41,10 +41,12 @@ _MIN_GAIN = 0.005
 # CPUs with other programs. Even in healthy runs, a host may be slower by 5 % of the step for some
 # seconds.
 _SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
-# Factor on the threshold of standard errors, likewise, and for ranks that wait for a CPU all the time.
-# What other programs take from a host lasts for many rows, so that its rows are not independent and
-# the mean's error is underestimated. Programs that take CPUs also take caches and memory bandwidth.
-_ERRORS_OF_HOSTS, _ERRORS_OF_CONTENTION = 2.0, 2.5
+# Factor on the threshold of standard errors, likewise. What other programs take from a host lasts for
+# many rows, so that its rows are not independent and the mean's error is underestimated.
+_ERRORS_OF_HOSTS = 2.0
+# Factor on that threshold and on MIN_SHARE for ranks that wait for a CPU all the time. Programs that
+# take CPUs also take caches and memory bandwidth, often those of one rank for the whole run.
+_WITH_CONTENTION = 2.5
 # If hosts set the pace, a slow rank is often the last one: the job gains at least this share of its
 # excess without it. If hosts only wander, another rank is last in most rows.
 _GAIN_OF_HOSTS = 0.5
@@ -94,9 +96,9 @@ class SuspectSearch:
         self._excess = window.excess_ns[np.ix_(present, self._at)]
         self._hosts_share = float(window.launch_shares(np.ix_(present, self._at)).max())
         contention = 1 - running_ns / step_ns if step_ns else 0.0
+        self._contention_factor = 1 + (_WITH_CONTENTION - 1) * contention
         self.threshold = detection_threshold(len(self.ranks)) * max(
-            self._weight_by_host_share(_ERRORS_OF_HOSTS),
-            1 + (_ERRORS_OF_CONTENTION - 1) * contention,
+            self._weight_by_host_share(_ERRORS_OF_HOSTS), self._contention_factor
         )
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
@@ -262,7 +264,7 @@ class SuspectSearch:
     def _min_share(self) -> float:
         return (
             MIN_SHARE
-            * self._weight_by_host_share(_SHARE_OF_HOSTS)
+            * max(self._weight_by_host_share(_SHARE_OF_HOSTS), self._contention_factor)
             * (1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR)
         )
 
