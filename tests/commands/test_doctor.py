@@ -134,6 +134,7 @@ def test_effect_of_environment_variables_is_shown_without_secrets(
     assert "secret" not in str(check)
 
 
+@pytest.mark.long
 def test_unusable_shared_memory_is_reported_with_another_folder_and_a_remedy() -> None:
     """The ring file is written to the folder that the doctor names."""
     program = (

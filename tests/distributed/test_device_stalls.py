@@ -368,6 +368,7 @@ def test_ddp_waits_for_gradients_and_buffers_are_stalls(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 @host_is_ahead
 def test_ddp_stall_starts_after_the_last_gradient_for_any_model_output(tmp_path: Path) -> None:
     """The stall starts where the engine has computed the last gradient, also inside a

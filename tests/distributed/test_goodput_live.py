@@ -57,6 +57,7 @@ def test_lost_steps_are_exact_by_the_optimizer_counter(
     assert (goodput.lost_steps, goodput.lost_steps_from) == (LOST, "step counter")
 
 
+@pytest.mark.long
 def test_planted_times_are_measured_within_a_tenth(
     failed: tuple[dict[str, Any], list[dict[str, float]], float],
 ) -> None:

@@ -83,6 +83,7 @@ def test_no_rank_is_slow_if_all_loaders_are_too_slow(folder: Path) -> None:
     assert "is spent in communication with a rank that waits for data" in first.sentence
 
 
+@pytest.mark.long
 def test_rank_with_a_slow_loader_is_named(folder: Path) -> None:
     report = report_on(folder / "one")
     (slow,) = [row for row in report["verdicts"] if row.kind == "straggler"]

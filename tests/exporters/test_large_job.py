@@ -50,6 +50,7 @@ def test_spans_and_series_stay_within_their_limits_at_any_job_size(ranks: int, s
     assert 0 < len(job.series) <= Config.export_limit
 
 
+@pytest.mark.long
 def test_series_of_steps_do_not_grow_with_the_job() -> None:
     """In a job with twice the nodes, only hardware metrics have more series."""
 

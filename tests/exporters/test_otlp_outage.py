@@ -91,7 +91,7 @@ def test_spans_lost_in_an_outage_are_counted_and_delivered_by_a_replay(
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("seconds", "queue"), [(2, 16384), (6, 200), *long((OUTAGE_S, 16384))])
+@pytest.mark.parametrize(("seconds", "queue"), [(2, 16384), *long((6, 200), (OUTAGE_S, 16384))])
 def test_everything_is_delivered_once_if_the_endpoint_recovers_during_the_job(
     seconds: int, queue: int, tmp_path: Path
 ) -> None:

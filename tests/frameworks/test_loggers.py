@@ -153,6 +153,7 @@ def test_callback_adds_the_report_to_loggers_of_the_framework(way: str, tmp_path
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_callbacks_import_only_their_framework() -> None:
     """Importing torchlens_perf alone imports no framework."""
     frameworks = {

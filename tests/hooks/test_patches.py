@@ -158,7 +158,7 @@ def test_pickle_of_a_replaced_function_loads_without_this_package(tmp_path: Path
     assert done.stdout == "True False\n", done.stderr
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", *long("forkserver")])
+@pytest.mark.parametrize("method", ["fork", *long("spawn", "forkserver")])
 def test_pool_of_processes_writes_checkpoints_inside_a_watch(method: str, tmp_path: Path) -> None:
     context: Any = multiprocessing.get_context(method)
     state, files = {"a": torch.ones(2)}, [tmp_path / "pool.pt", tmp_path / "process.pt"]

@@ -45,6 +45,7 @@ def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[
     return found
 
 
+@pytest.mark.long
 def test_spans_of_both_ranks_are_exported_once_and_losses_unchanged(
     receiver: Receiver, expected_losses: dict[int, list[str]], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def run(command: list[str], folder: Path, **environment: str) -> subprocess.Comp
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=200)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_job_and_commands_accept_non_utf8_paths(tmp_path: Path) -> None:
     """The job raises no error, its report is printed, and each command reads the run."""

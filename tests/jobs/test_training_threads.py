@@ -66,8 +66,8 @@ def unrecorded(folder: Path, like: str) -> str:
 @pytest.mark.parametrize(
     ("like", "watched"),
     [
-        ("trials", "all"), ("trials", "autoload"),
-        *long(("trials", "each"), ("trials", "run")),
+        ("trials", "all"),
+        *long(("trials", "autoload"), ("trials", "each"), ("trials", "run")),
         *long(*((like, watched) for like in LIKES[1:] for watched in WATCHED)),
     ],
 )  # fmt: skip

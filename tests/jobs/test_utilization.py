@@ -47,7 +47,7 @@ def assert_operations_and_rates(value: dict[str, Any], flops: int, ranks: int) -
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [(("aot_eager",), 1), ((), 2), *long((("inductor",), 1))]
+    ("backend", "ranks"), [(("aot_eager",), 1), *long(((), 2), (("inductor",), 1))]
 )
 def test_report_has_the_operations_and_rates_of_a_job(
     backend: tuple[str, ...], ranks: int, tmp_path: Path

@@ -273,6 +273,7 @@ def test_run_on_busy_cpus_is_visible_while_it_lasts(run: RunDirectory, busy: Non
     assert 0 < shown < made
 
 
+@pytest.mark.long
 def test_results_of_a_run_on_busy_cpus_are_there_on_request(run: RunDirectory, busy: None) -> None:
     """Afterwards the sidecar reads further and loses no record."""
     rank = Rank(run, 0, 1)

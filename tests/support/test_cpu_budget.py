@@ -45,6 +45,7 @@ def test_of_processes():
 """
 
 
+@pytest.mark.long
 def test_expensive_tests_of_all_workers_fail_and_are_listed(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(_CONFTEST.format(suite_s=60))
     (tmp_path / "test_planted.py").write_text(_TESTS)
