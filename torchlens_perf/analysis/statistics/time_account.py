@@ -8,7 +8,8 @@ up to the wall time of the steps. Everything that is said about time is a sum of
 Waits for a CPU are measured at the borders of the parts, unless steps are short. Where they were not
 measured, `is_measured` is False and the waits are in the other state of their part. No time is moved
 to a part or state in which it was not measured. Time in communication counts as a wait for other
-ranks until it ends, also if the thread then waits for a CPU.
+ranks until it ends, also if the thread then waits for a CPU. Waits of the thread for a device are not
+measured: they are in the state of their part.
 """
 
 from __future__ import annotations
