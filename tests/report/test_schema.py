@@ -47,7 +47,15 @@ from torchlens_perf.verdicts.stragglers.findings import (
     StragglerGroup,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words import bottleneck, evidence, growth, past, startup, stragglers
+from torchlens_perf.verdicts.words import (
+    bottleneck,
+    evidence,
+    growth,
+    long_steps,
+    past,
+    startup,
+    stragglers,
+)
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 
@@ -238,7 +246,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         CPU, device_ms={"forward": 4.0, "host": 40.0}
     ),
     ("lack_of_cpu", bottleneck.SampledCpuLackEvidence): lambda run: node(cpu_wait=[12.0, 20.0]),
-    ("long_steps", evidence.LongStepsEvidence): lambda run: NodeState(
+    ("long_steps", long_steps.LongStepsEvidence): lambda run: NodeState(
         HOST, {"0": state_of(0, 1, ONE_LONG)}
     ),
     ("not_known", evidence.UntimedDeviceEvidence): lambda run: node(compute_device="xpu"),

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from tests.verdicts.words.test_bottleneck import BASE, report_on
-from torchlens_perf.verdicts.words import bottleneck
+from torchlens_perf.verdicts.words import bottleneck, long_steps
 from torchlens_perf.verdicts.words.bottleneck import general_action
 
 SETTINGS = re.compile(
@@ -43,9 +43,9 @@ def test_general_action_names_no_setting_of_the_job(key: str) -> None:
     assert not SETTINGS.findall(general_action(key, report))
 
 
-@pytest.mark.parametrize("kind", bottleneck.ACTIONS_ON_KINDS)
+@pytest.mark.parametrize("kind", long_steps.ACTIONS_ON_KINDS)
 def test_action_on_long_steps_names_no_setting_of_the_job(kind: str) -> None:
-    assert not SETTINGS.findall(bottleneck.ACTIONS_ON_KINDS[kind])
+    assert not SETTINGS.findall(long_steps.ACTIONS_ON_KINDS[kind])
 
 
 def test_each_general_action_is_planted_or_needs_a_device() -> None:

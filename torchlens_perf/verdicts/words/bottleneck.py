@@ -26,8 +26,6 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.analysis.statistics.step_mix import (
     LACK_OF_CPU,
-    STOPPED,
-    WITHOUT_GRADIENTS,
     find_lasting_period,
 )
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, mean_by_part
@@ -52,14 +50,13 @@ from torchlens_perf.verdicts.words.evidence import (
     GraphReplayEvidence,
     LargestGap,
     LaunchBoundEvidence,
-    LongStepsEvidence,
     OtherThreadsEvidence,
     UntimedDeviceEvidence,
 )
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code, find_largest_gap
+from torchlens_perf.verdicts.words.long_steps import build_long_verdict, find_stalling_rank
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.verdicts.words.phases import phase_name
-from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.device_pace import HostPace
@@ -77,8 +74,6 @@ _MOST, _SOME = 0.5, 0.25
 # Shares of samples without a CPU from which lack of CPUs is mentioned, and is the limit.
 _SOME_LACK, _SAMPLED_LACK = 0.05, 0.25
 _MAX_LONG = 2
-# A sentence lists at most this many numbers of irregular steps.
-_MAX_NUMBERS = 4
 # The smallest number of steps that counts as a kind of steps.
 _FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
@@ -361,17 +356,22 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
         each
         for each in _join_classes_by_kind(classes, last)
         if each["share"]
-        >= (_STALL_WORTH_NAMING if _rank_waited_for(each) is not None else _LONG_WORTH_NAMING)
+        >= (_STALL_WORTH_NAMING if find_stalling_rank(each) is not None else _LONG_WORTH_NAMING)
     ]
     short_of_cpus = "lack_of_cpu" in named_kinds(typical)
-    return [
-        typical,
-        *contention,
-        *(
-            _build_long_verdict(report, each, short_of_cpus=short_of_cpus)
-            for each in worth[:_MAX_LONG]
-        ),
+    # Where waits for a CPU were measured, these steps do other work.
+    is_known = _is_lack_measured(report)
+    long = [
+        build_long_verdict(
+            report,
+            each,
+            short_of_cpus=(
+                short_of_cpus if not is_known and _may_be_cpu_waits(report, each) else None
+            ),
+        )
+        for each in worth[:_MAX_LONG]
     ]
+    return [typical, *contention, *long]
 
 
 def _join_classes_by_kind(classes: Sequence[LongSteps], last: int) -> list[LongSteps]:
@@ -628,6 +628,16 @@ def _is_lack_measured(report: Facts) -> bool:
 def _collect_typical_steps(report: Facts) -> list[TypicalStep]:
     """Return the typical steps of all ranks that have one."""
     return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
+
+
+def _may_be_cpu_waits(report: Facts, long: LongSteps) -> bool:
+    """Return True if these steps may be longer only because they waited for a CPU.
+
+    Return False if the steps recur regularly, or if their additional work is known. The times of a
+    device contain waits for a CPU only between the phases.
+    """
+    parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
+    return not long["kinds"] and not long["period"] and long["part"] in parts
 
 
 def _describe_starved_part(found: StepBreakdown) -> str:
@@ -994,226 +1004,4 @@ def _build_not_known_verdict(report: Facts, device: str) -> Verdict:
             " torchlens-perf capture."
         ),
         evidence=UntimedDeviceEvidence(device),
-    )
-
-
-# -- long steps
-
-
-def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
-    """Return the verdict on a class of long steps.
-
-    short_of_cpus: True if the verdict on the typical step names lack of a CPU.
-    """
-    steps, count = report["steps"], long["count"]
-    often = (
-        f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
-    )
-    if not long["period"] and count <= _MAX_NUMBERS:
-        often += f" ({_format_step_numbers(long)})"
-    stalling = _rank_waited_for(long)
-    if stalling is not None:
-        return _build_stall_verdict(report, long, stalling, often)
-    several = len(long["steps"]) > 1
-    takes = "takes" if long["period"] or count == 1 else "take"
-    each = " on average" if count > 1 else ""
-    why = " and ".join(long["kinds"]) or (
-        _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
-    )
-    action = _action_on_long_steps(report, long)
-    others = _other_processes(report, long)
-    if long["kinds"] == [STOPPED]:
-        why = "the process was stopped by SIGSTOP, a debugger, or a scheduler that suspends jobs"
-    if long["kinds"] == [WITHOUT_GRADIENTS]:
-        why += ": evaluation, rollouts or sampling"
-        if long["part"] in ("host", "data", "communication"):
-            why += f", mostly {phase_name(long['part'])}"
-    if long["waited_for"] is not None:
-        waits = (
-            "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
-        )
-        does = "was stopped" if STOPPED in long["kinds"] else "does this"
-        why += f"; only rank {long['waited_for']} {does}, and {waits}"
-    # Where waits for a CPU were measured, these steps do other work.
-    if _may_be_cpu_waits(report, long) and not _is_lack_measured(report):
-        if short_of_cpus:
-            why += ", while there are too few CPUs"
-            action = (
-                f"see whether {_newest_step_numbers(long)} still take{'s' * (not several)} longer with"
-                " enough CPUs."
-            )
-        else:
-            why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
-            action = (
-                f"see what the loop does at {_newest_step_numbers(long)}, and what else kept the CPUs"
-                " busy."
-            )
-    if others is None and long["part"] != "host":
-        action = f"see whether other programs used the GPU (nvidia-smi pmon); else {action}"
-    elif others:
-        action = "see what the other processes do on the GPU: nvidia-smi pmon."
-    text = (
-        f"{often} {takes} {format_duration(long['more_s'])} longer{each} ({why}):"
-        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time."
-    )
-    return Verdict(
-        kind="long_steps",
-        phase=long["part"] or None,
-        cost_s_per_step=mean_per_step(long["total_s"], steps),
-        cost_share=long["share"],
-        confidence=0.9,
-        text=" ".join(filter(None, (text, others))),
-        advice="" if long["kinds"] else long["part"],
-        action=action,
-        evidence=LongStepsEvidence(long),
-    )
-
-
-def _other_processes(report: Facts, long: LongSteps) -> str | None:
-    """Return a sentence on other users of the GPU, if they may explain these steps.
-
-    Return "" if they do not, and None if they were not measured. The times of a GPU's phases, and
-    of its gaps, contain work of other processes.
-    """
-    by_gpu = report["run"]["device"] == "GPU" and report["steps"]["by"] == DEVICE
-    explained = long["kinds"] or long["period"] or long["part"] not in _SHARED_PARTS
-    return "" if explained or not by_gpu else describe_other_processes(report)
-
-
-def _rank_waited_for(long: LongSteps) -> int | None:
-    """Return the rank for which all other ranks waited, if the reason is not known; else None."""
-    return None if long["kinds"] else long["waited_for"]
-
-
-def _may_be_cpu_waits(report: Facts, long: LongSteps) -> bool:
-    """Return True if these steps may be longer only because they waited for a CPU.
-
-    Return False if the steps recur regularly, or if their additional work is known. The times of a
-    device contain waits for a CPU only between the phases.
-    """
-    parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
-    return not long["kinds"] and not long["period"] and long["part"] in parts
-
-
-def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> Verdict:
-    """Return the verdict on long steps in which all other ranks waited for one rank.
-
-    often: a phrase with the number of these steps, which is used if there are many.
-    """
-    steps, several = long["steps"], len(long["steps"]) > 1
-    numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
-    which = (
-        f"Step{'s' * several} {numbers}"
-        if long["count"] <= len(steps) and not long["period"]
-        else often
-    )
-    who = "all other ranks" if report["run"]["world_size"] > 2 else "the other rank"
-    in_all = f" ({format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time)"
-    text = (
-        f"{which}: {who} waited {format_duration(long['more_s'])}{' each time' * several} for rank"
-        f" {rank}{in_all}."
-    )
-    action = (
-        f"see what rank {rank} does in {'these steps' if several else 'this step'}: wrap parts in"
-        " perf.section(), and look at its storage and its other programs."
-    )
-    return Verdict(
-        kind="long_steps",
-        rank=rank,
-        phase="communication",
-        cost_s_per_step=mean_per_step(long["total_s"], report["steps"]),
-        cost_share=long["share"],
-        confidence=0.9,
-        text=text,
-        advice="" if long["kinds"] else long["part"],
-        action=action,
-        evidence=LongStepsEvidence(long),
-    )
-
-
-def _format_step_numbers(long: LongSteps) -> str:
-    """Return a phrase with the numbers of the steps.
-
-    A number is listed if the step is long on any rank. The count is a mean over the ranks, and may
-    therefore differ from the number of listed steps.
-    """
-    steps, count = long["steps"], long["count"]
-    numbers = ", ".join(map(str, steps[:_MAX_NUMBERS])) + (
-        ", ..." if len(steps) > _MAX_NUMBERS else ""
-    )
-    which = (
-        "not the same on all ranks: "
-        if len(steps) > count
-        else "among them "
-        if len(steps) < count
-        else ""
-    )
-    return f"{which}step{'s' if len(steps) > 1 else ''} {numbers}"
-
-
-_SHARED_PARTS = (*COMPUTE, "host", "")
-_WHERE = {
-    "": "the graph is not timed by phase",
-    "communication": "waiting in communication",
-    "tool": "this tool",
-    LACK_OF_CPU: "waiting for a CPU",
-}
-
-
-ACTIONS_ON_KINDS = {
-    "evaluation": "evaluate less often, or on fewer batches.",
-    "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
-    "compilation": (
-        "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic."
-    ),
-    "garbage collection": (
-        "let collections visit fewer objects (gc.freeze() after the set-up), or collect less often."
-    ),
-    STOPPED: (
-        "nothing if the stop was intended; else find what stops the process: a debugger, Ctrl-Z, a"
-        " scheduler or a paused container."
-    ),
-    "capture": "nothing: a capture was requested.",
-    "sampled backward pass": "nothing, or sample fewer backward passes (backward_every).",
-}
-"""Actions on long steps, by their kinds."""
-
-
-def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
-    # The purpose of forward passes without gradients is not known.
-    without_gradients = {
-        "host": "look at these passes, and at what the loop does between them.",
-        "data": "look at how these passes get their data.",
-        "communication": "find the rank that does other work in these steps while the others wait.",
-    }.get(long["part"], "make fewer of these passes, or use larger batches in them.")
-    actions = {**ACTIONS_ON_KINDS, WITHOUT_GRADIENTS: without_gradients}
-    for kind in long["kinds"]:
-        if kind in actions:
-            return actions[kind]
-    at = _newest_step_numbers(long)
-    by_part = {
-        LACK_OF_CPU: cpu_action(report),
-        "data": f"see what the loader does at {at}.",
-        "communication": (
-            f"see what is different at {at}: all ranks exchange data, or one rank does other work."
-        ),
-        "host": f"see what the loop does at {at}: wrap parts in perf.section().",
-        "": f"see what is different at {at}, and what else the loop does than to replay the graph.",
-        "tool": (
-            "if the loop requests results (w.summary(), w.step_table(), a display), do so less"
-            " often."
-        ),
-    }
-    if long["period"] and long["part"] not in ("data", "host", "tool"):
-        other_work = "another backward pass, another optimizer, a larger batch, longer sequences"
-        if long["part"] == "communication":
-            other_work = "all ranks exchange data, or one rank does other work"
-        return f"find out what only one step in {long['period']} does ({at}): {other_work}."
-    return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
-
-
-def _newest_step_numbers(long: LongSteps) -> str:
-    """Return a phrase with the numbers of the newest of these steps."""
-    return (
-        f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"
     )

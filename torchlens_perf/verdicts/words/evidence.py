@@ -14,7 +14,6 @@ from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.phases import phase_name
@@ -48,15 +47,6 @@ class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
     oom: OutOfMemory
     ranks: tuple[int, ...]
     """The first rank, followed by the other ranks that ran out of memory."""
-
-
-class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
-    """Evidence on a class of steps that are longer than the typical step."""
-
-    long: LongSteps
-
-    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
-        return self.long["total_s"]
 
 
 class PastEvidence(Evidence, frozen=True, tag="past"):
