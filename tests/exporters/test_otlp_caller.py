@@ -25,7 +25,7 @@ from torchlens_perf.exporters.otlp_spans import parse_caller
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.place.caller import read_calling_span
 from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import DiedEvidence, FailedEvidence
+from torchlens_perf.verdicts.words.run_state import DiedEvidence, FailedEvidence
 
 TRACE_ID, SPAN_ID = (int(part, 16) for part in TRACEPARENT.split("-")[1:3])
 NOT_SAMPLED = TRACEPARENT[:-2] + "00"
@@ -135,27 +135,38 @@ def test_run_span_is_sent_after_the_ranks_have_ended() -> None:
 
 
 def crash_of(kind: str, failure: Failure | None) -> Verdict:
-    evidence = DiedEvidence((0,), 4, ())
-    found = FailedEvidence(failure, (), (), (), (), ()) if failure else evidence
-    return Verdict(kind=kind, confidence=1.0, text="Rank 0 (h) failed.", evidence=found)
+    evidence = DiedEvidence((0,), 4, (), "h", None, by_oom_killer=False)
+    found = FailedEvidence(failure, (), (), (), (), (), "h", None, 1, 1) if failure else evidence
+    return Verdict(kind=kind, confidence=1.0, rank=0, evidence=found)
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "event"),
+    ("changed", "error", "said", "event"),
     [
-        ({}, "ValueError", {"exception.type": "ValueError", "exception.message": "bad: Next: x"}),
-        ({"message": ""}, "ValueError", {"exception.type": "ValueError"}),
-        ({"type": ""}, "failed", {"exception.message": "bad: Next: x"}),
+        (
+            {},
+            "ValueError",
+            "ValueError: bad: Next: x",
+            {"exception.type": "ValueError", "exception.message": "bad: Next: x"},
+        ),
+        ({"message": ""}, "ValueError", "ValueError", {"exception.type": "ValueError"}),
+        ({"type": ""}, "failed", "bad: Next: x", {"exception.message": "bad: Next: x"}),
     ],
 )
 def test_run_span_of_a_failed_run_has_the_exception(
-    changed: Any, error: str, event: dict[str, str]
+    changed: Any, error: str, said: str, event: dict[str, str]
 ) -> None:
     later_ns = 4_000_000_000_000_000_000
-    failure: Any = {"type": "ValueError", "message": "bad: Next: x", "unix_ns": later_ns, **changed}
+    failure: Any = {
+        "type": "ValueError", "message": "bad: Next: x", "where": "", "step": 5, "phase": "", "module": "",
+        "exit_code": None, "lost_peer": False, "after_watch": False, "unix_ns": later_ns, **changed,
+    }  # fmt: skip
     (run,) = runs_of(sent(TRACEPARENT, crash=crash_of("failed", failure)))
 
-    assert (run.status, run.status_text) == ("STATUS_CODE_ERROR", "Rank 0 (h) failed.")
+    assert (run.status, run.status_text) == (
+        "STATUS_CODE_ERROR",
+        f"Rank 0 (h) failed in step 5: {said}.",
+    )
     assert run.attributes[semantics.ERROR_TYPE] == error
     assert run.events == (("exception", later_ns, tuple(event.items())),)
     assert run.end_ns == later_ns

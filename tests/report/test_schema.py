@@ -53,6 +53,7 @@ from torchlens_perf.verdicts.words import (
     growth,
     long_steps,
     past,
+    run_state,
     startup,
     stragglers,
 )
@@ -207,13 +208,13 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(
         out_of_memory=memory.oom(step=99, file="f")
     ),
-    ("died", evidence.DiedEvidence): lambda run: node(ended="died"),
-    ("failed", evidence.FailedEvidence): lambda run: node(ended="failed", failure=FAILURE),
+    ("died", run_state.DiedEvidence): lambda run: node(ended="died"),
+    ("failed", run_state.FailedEvidence): lambda run: node(ended="failed", failure=FAILURE),
     ("startup", startup.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),
     ("growing_steps", growth.GrowthEvidence): lambda run: NodeState(
         HOST, {"0": state_of(0, 1, GROWING)}
     ),
-    ("uneven_steps", evidence.UnevenStepsEvidence): lambda run: uneven_node(),
+    ("uneven_steps", run_state.UnevenStepsEvidence): lambda run: uneven_node(),
     ("not_known", evidence.DeepSpansEvidence): lambda run: node({"host": 30.0}, too_deep=5),
     ("compute_bound", bottleneck.TypicalStepEvidence): lambda run: node(),
     ("compute_bound", bottleneck.DeviceStepEvidence): lambda run: node(

@@ -12,7 +12,6 @@ from msgspec import Struct, field
 
 from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.analysis.statistics.quantities import format_duration
-from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
@@ -177,41 +176,6 @@ class NoStepsEvidence(Evidence, frozen=True, tag="no_steps"):
     """Evidence on a run without steps."""
 
     records: int
-
-
-class UnevenStepsEvidence(Evidence, frozen=True, tag="uneven_steps"):
-    """Evidence on ranks that ended normally after different numbers of steps."""
-
-    ranks: tuple[int, ...]
-    """The ranks with the fewest steps."""
-    fewest: int
-    most: int
-
-
-class DiedEvidence(Evidence, frozen=True, tag="died"):
-    """Evidence on ranks whose processes ended before watch() was closed."""
-
-    ranks: tuple[int, ...]
-    last_step: int | None
-    """The last finished step of the rank that died first; None if it finished no step."""
-    inside: tuple[str, ...]
-    """The open spans of this rank when it died."""
-
-
-class FailedEvidence(Evidence, frozen=True, tag="failed"):
-    """Evidence on the rank that failed first, and on ranks that ended afterwards."""
-
-    failure: Failure
-    failed_too: tuple[int, ...]
-    """Other ranks that an exception of their own has ended."""
-    lost_peers: tuple[int, ...]
-    """Ranks that ended because their connection to another rank was lost."""
-    closed: tuple[int, ...]
-    """Ranks that ended without an exception, although other ranks lost their connection."""
-    closed_by: tuple[str, ...]
-    """How these ranks ended, such as "exit code 3" or "SIGSEGV"; () if not known."""
-    died: tuple[int, ...]
-    """Ranks whose processes ended without an exception before watch() was closed."""
 
 
 class WarmUpEvidence(Evidence, frozen=True, tag="warm_up", forbid_unknown_fields=True):

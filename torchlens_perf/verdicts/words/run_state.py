@@ -13,17 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes
+from torchlens_perf.run.failure import Failure, ProcessEnd
 from torchlens_perf.run.rank_ranges import format_rank_list
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import (
-    DiedEvidence,
-    FailedEvidence,
-    UnevenStepsEvidence,
-)
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.oom import was_ended_by_oom
 
 if TYPE_CHECKING:
-    from torchlens_perf.run.failure import Failure, ProcessEnd
     from torchlens_perf.verdicts.long_steps import LongSteps
     from torchlens_perf.verdicts.words.report import Rank, Run
 
@@ -35,6 +30,110 @@ _FREE_MEMORY = (
 SILENT_S = 60.0
 """A live run is called silent after this time without new data. Sidecars write every few seconds.
 """
+
+
+class UnevenStepsEvidence(Evidence, frozen=True, tag="uneven_steps"):
+    """Evidence on ranks that ended normally after different numbers of steps."""
+
+    ranks: tuple[int, ...]
+    """The ranks with the fewest steps."""
+    fewest: int
+    most: int
+    longest: tuple[int, ...]
+    """The ranks with the most steps."""
+
+    def describe(self, verdict: Verdict) -> str:
+        ended = format_rank_list(self.ranks)
+        return (
+            f"{ended.capitalize()} ended normally after {self.fewest} steps, but"
+            f" {format_rank_list(self.longest)} made {self.most}: from step {self.fewest} on, other"
+            f" ranks trained without {ended}."
+        )
+
+
+class DiedEvidence(Evidence, frozen=True, tag="died"):
+    """Evidence on ranks whose processes ended before watch() was closed."""
+
+    ranks: tuple[int, ...]
+    last_step: int | None
+    """The last finished step of the rank that died first; None if it finished no step."""
+    inside: tuple[str, ...]
+    """The open spans of this rank when it died."""
+    host: str
+    """The host of this rank."""
+    end: ProcessEnd | None
+    """How the process of this rank ended; None if that is not known."""
+    by_oom_killer: bool
+    """True if the kernel's OOM killer ended this process."""
+
+    def describe(self, verdict: Verdict) -> str:
+        step = self.last_step
+        place = "before its first step ended" if step is None else f"after step {step}"
+        if self.inside:
+            place = f"{place}, in {' > '.join(self.inside)}"
+        how = name_end(self.end) or "a signal, a crash or os._exit()"
+        ended = f"{how} ended the process before watch() was closed.{_describe_oom_kills(self.end)}"
+        if self.by_oom_killer:
+            ended = f"killed by the kernel: out of memory ({_describe_memory_limit(self.end)})."
+        others = [rank for rank in self.ranks if rank != verdict.rank]
+        too = f" {format_rank_list(others).capitalize()} died, too." if others else ""
+        return f"Rank {verdict.rank} ({self.host}) died {place}: {ended}{too}"
+
+
+class FailedEvidence(Evidence, frozen=True, tag="failed"):
+    """Evidence on the rank that failed first, and on ranks that ended afterwards."""
+
+    failure: Failure
+    failed_too: tuple[int, ...]
+    """Other ranks that an exception of their own has ended."""
+    lost_peers: tuple[int, ...]
+    """Ranks that ended because their connection to another rank was lost."""
+    closed: tuple[int, ...]
+    """Ranks that ended without an exception, although other ranks lost their connection."""
+    closed_by: tuple[str, ...]
+    """How these ranks ended, such as "exit code 3" or "SIGSEGV"; () if not known."""
+    died: tuple[int, ...]
+    """Ranks whose processes ended without an exception before watch() was closed."""
+    host: str
+    """The host of the rank that failed first."""
+    end: ProcessEnd | None
+    """How the process of this rank ended; None if that is not known."""
+    seen: int
+    """Number of ranks with data."""
+    world_size: int
+
+    @property
+    def may_be_unseen(self) -> bool:
+        """True if a rank without data may have failed before all others."""
+        return self.failure["lost_peer"] and not self.closed and self.seen < self.world_size
+
+    def describe(self, verdict: Verdict) -> str:
+        failure, before = self.failure, ""
+        place = " of ".join(part for part in (failure["phase"], failure["module"]) if part)
+        if self.may_be_unseen:
+            seen = f"only {self.seen} of {self.world_size} ranks were seen"
+            before = f" Another rank ended before, or the network failed: {seen}."
+        return (
+            f"Rank {verdict.rank} ({self.host}) failed {describe_failure_time(failure)}"
+            f"{f', in {place}' if place else ''}: {describe_exception(failure)}."
+            f"{_describe_oom_kills(self.end)}{before}{self._describe_ranks_ended_after()}"
+        )
+
+    def _describe_ranks_ended_after(self) -> str:
+        """Return a sentence on the ranks that ended because of the failure; "" without any."""
+        if self.closed:
+            how = f" ({', '.join(self.closed_by)})" if self.closed_by else ""
+            return f" Before, {format_rank_list(self.closed)} ended without an exception{how}."
+        ends = [
+            f"{format_rank_list(ranks)} {how}"
+            for ranks, how in (
+                (self.failed_too, "by another exception"),
+                (self.lost_peers, "by a lost connection"),
+                (self.died, "by a signal or an exit"),
+            )
+            if ranks
+        ]
+        return f" Then the job ended: {', '.join(ends)}." if ends else ""
 
 
 def run_state(live: bool, died: object, failed: object) -> str:
@@ -114,17 +213,30 @@ def build_crash_verdicts(ranks: Sequence[Rank], world_size: int) -> list[Verdict
     if was_ended_by_oom(first):
         return []
     closed = [] if own else [rank for rank in ranks if rank["state"] == "closed"]
+    failure = _failure_of(first)
     evidence = FailedEvidence(
-        _failure_of(first),
+        failure,
         tuple(rank["rank"] for rank in own if rank is not first),
         tuple(rank["rank"] for rank in failed if rank not in own and rank is not first),
         tuple(rank["rank"] for rank in closed),
         tuple(dict.fromkeys(filter(None, (name_end(rank["end"]) for rank in closed)))),
         died,
+        first["host"],
+        first["end"],
+        len(ranks),
+        world_size,
     )
-    may_be_unseen = not own and not evidence.closed and len(ranks) < world_size
-    seen = f"{len(ranks)} of {world_size} ranks" if may_be_unseen else ""
-    return [_build_failed_verdict(first, evidence, seen)]
+    return [
+        Verdict(
+            kind="failed",
+            rank=first["rank"],
+            phase=failure["phase"] or None,
+            since_step=failure["step"],
+            confidence=1.0,
+            action=_choose_action(first["rank"], evidence),
+            evidence=evidence,
+        )
+    ]
 
 
 def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[Verdict]:
@@ -137,23 +249,17 @@ def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[Verdict]:
     if most - fewest <= max(1, _MIN_UNEVEN_SHARE * most):
         return []
     ended = tuple(rank for rank, count in sorted(steps.items()) if count == fewest)
-    longest = [rank for rank, count in sorted(steps.items()) if count == most]
-    text = (
-        f"{format_rank_list(ended).capitalize()} ended normally after {fewest} steps, but"
-        f" {format_rank_list(longest)} made {most}: from step {fewest} on, other ranks trained"
-        f" without {format_rank_list(ended)}."
-    )
+    longest = tuple(rank for rank, count in sorted(steps.items()) if count == most)
     return [
         Verdict(
             kind="uneven_steps",
             rank=ended[0],
             since_step=fewest,
             confidence=0.9,
-            text=text,
             action=(
                 "give all ranks the same number of batches: drop_last=True, or a DistributedSampler."
             ),
-            evidence=UnevenStepsEvidence(ended, fewest, most),
+            evidence=UnevenStepsEvidence(ended, fewest, most, longest),
         )
     ]
 
@@ -182,30 +288,6 @@ def _failure_of(rank: Rank) -> Failure:
     return rank["failure"]
 
 
-def _build_failed_verdict(rank: Rank, evidence: FailedEvidence, seen: str) -> Verdict:
-    """seen: the number of seen ranks if a rank without data may have failed first, else ""."""
-    failure = evidence.failure
-    before, action = "", _choose_action(rank, evidence)
-    if seen:
-        before = f" Another rank ended before, or the network failed: only {seen} were seen."
-        action = "read the logs of the other ranks."
-    text = (
-        f"Rank {rank['rank']} ({rank['host']}) failed {describe_failure_time(failure)}"
-        f"{_describe_failure_place(failure)}: {describe_exception(failure)}."
-        f"{_describe_oom_kills(rank)}{before}{_describe_ranks_ended_after(evidence)}"
-    )
-    return Verdict(
-        kind="failed",
-        rank=rank["rank"],
-        phase=failure["phase"] or None,
-        since_step=failure["step"],
-        confidence=1.0,
-        text=text,
-        action=action,
-        evidence=evidence,
-    )
-
-
 def describe_failure_time(failure: Failure) -> str:
     """Return "in step 15", or that the watch had ended before."""
     steps = failure["step"]
@@ -224,39 +306,18 @@ def describe_exception(failure: Failure) -> str:
     return f"{error}{where}"
 
 
-def _describe_oom_kills(rank: Rank) -> str:
+def _describe_oom_kills(end: ProcessEnd | None) -> str:
     """Return a sentence on the kernel's OOM killer, which may have ended a worker; "" if not."""
-    end = rank["end"]
     if end is None or not end["oom_kills"]:
         return ""
     count = f"{end['oom_kills']} process{'es' if end['oom_kills'] > 1 else ''}"
     return f" The kernel's OOM killer ended {count} of its control group ({_describe_memory_limit(end)})."
 
 
-def _describe_failure_place(failure: Failure) -> str:
-    parts = [part for part in (failure["phase"], failure["module"]) if part]
-    return f", in {' of '.join(parts)}" if parts else ""
-
-
-def _describe_ranks_ended_after(evidence: FailedEvidence) -> str:
-    """Return a sentence on the ranks that ended because of the failure; "" without any."""
-    if evidence.closed:
-        how = f" ({', '.join(evidence.closed_by)})" if evidence.closed_by else ""
-        return f" Before, {format_rank_list(evidence.closed)} ended without an exception{how}."
-    ends = [
-        f"{format_rank_list(ranks)} {how}"
-        for ranks, how in (
-            (evidence.failed_too, "by another exception"),
-            (evidence.lost_peers, "by a lost connection"),
-            (evidence.died, "by a signal or an exit"),
-        )
-        if ranks
-    ]
-    return f" Then the job ended: {', '.join(ends)}." if ends else ""
-
-
-def _choose_action(rank: Rank, evidence: FailedEvidence) -> str:
+def _choose_action(rank: int, evidence: FailedEvidence) -> str:
     failure = evidence.failure
+    if evidence.may_be_unseen:
+        return "read the logs of the other ranks."
     if evidence.closed_by:
         return f"read the log of {format_rank_list(evidence.closed)}."
     if evidence.closed:
@@ -264,12 +325,12 @@ def _choose_action(rank: Rank, evidence: FailedEvidence) -> str:
     if (
         failure["type"] == "MemoryError"
         or "DefaultCPUAllocator" in failure["message"]
-        or _describe_oom_kills(rank)
+        or _describe_oom_kills(evidence.end)
     ):
-        return _FREE_MEMORY.format(rank["host"])
+        return _FREE_MEMORY.format(evidence.host)
     if failure["type"] == "torch.OutOfMemoryError":
         return "use a smaller batch, checkpointing, or sharding (FSDP)."
-    return f"read the traceback of rank {rank['rank']} in the job's log."
+    return f"read the traceback of rank {rank} in the job's log."
 
 
 def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
@@ -278,20 +339,33 @@ def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
     if not died:
         return []
     first = min(died, key=_death_order)
-    dead = tuple(rank["rank"] for rank in died)
-    others = [rank for rank in dead if rank != first["rank"]]
-    too = f" {format_rank_list(others).capitalize()} died, too." if others else ""
-    how, action = _describe_end(first, died)
-    text = f"Rank {first['rank']} ({first['host']}) died {_describe_death_place(first)}: {how}{too}"
+    end, host = first["end"], first["host"]
+    by_oom_killer = end is not None and _has_oom_killer_ended(
+        end, [each for each in died if each["host"] == host]
+    )
+    action = f"read the log of rank {first['rank']}."
+    if by_oom_killer:
+        action = f"{_FREE_MEMORY.format(host)} Or raise the limit."
+    elif end is None or end["signal"] in (None, signal.SIGKILL, signal.SIGTERM):
+        action = (
+            f"read the job's log, `dmesg` on {host} (the kernel's OOM killer) and the scheduler's"
+            " time limit."
+        )
     return [
         Verdict(
             kind="died",
             rank=first["rank"],
             since_step=first["last_step"],
             confidence=1.0,
-            text=text,
             action=action,
-            evidence=DiedEvidence(dead, first["last_step"], tuple(first["inside"])),
+            evidence=DiedEvidence(
+                tuple(rank["rank"] for rank in died),
+                first["last_step"],
+                tuple(first["inside"]),
+                host,
+                end,
+                by_oom_killer,
+            ),
         )
     ]
 
@@ -301,25 +375,6 @@ def _death_order(rank: Rank) -> tuple[bool, bool, int, int]:
     last = rank["last_step"]
     by_launcher = rank["end"] is not None and rank["end"]["signal"] == signal.SIGTERM
     return by_launcher, last is not None, last or 0, rank["rank"]
-
-
-def _describe_end(rank: Rank, died: Sequence[Rank]) -> tuple[str, str]:
-    """Return how the process of a rank ended, and the action to take."""
-    end, host = rank["end"], rank["host"]
-    if end is not None and _has_oom_killer_ended(
-        end, [each for each in died if each["host"] == host]
-    ):
-        how = f"killed by the kernel: out of memory ({_describe_memory_limit(end)})."
-        return how, f"{_FREE_MEMORY.format(host)} Or raise the limit."
-    how = name_end(end) or "a signal, a crash or os._exit()"
-    action = f"read the log of rank {rank['rank']}."
-    if end is None or end["signal"] in (None, signal.SIGKILL, signal.SIGTERM):
-        action = (
-            f"read the job's log, `dmesg` on {host} (the kernel's OOM killer) and the scheduler's"
-            " time limit."
-        )
-    sentence = f"{how} ended the process before watch() was closed."
-    return f"{sentence}{_describe_oom_kills(rank)}", action
 
 
 def _has_oom_killer_ended(end: ProcessEnd, died: Sequence[Rank]) -> bool:
@@ -341,15 +396,6 @@ def name_end(end: ProcessEnd | None) -> str:
         return f"signal {end['signal']}"
 
 
-def _describe_memory_limit(end: ProcessEnd) -> str:
-    limit = end["memory_limit_bytes"]
+def _describe_memory_limit(end: ProcessEnd | None) -> str:
+    limit = None if end is None else end["memory_limit_bytes"]
     return "memory of the node" if limit is None else f"cgroup limit {format_bytes(limit, 'B')}"
-
-
-def _describe_death_place(rank: Rank) -> str:
-    after = (
-        "before its first step ended"
-        if rank["last_step"] is None
-        else f"after step {rank['last_step']}"
-    )
-    return f"{after}, in {' > '.join(rank['inside'])}" if rank["inside"] else after
