@@ -52,6 +52,7 @@ from torchlens_perf.verdicts.words import (
     evidence,
     growth,
     long_steps,
+    oom,
     past,
     run_state,
     startup,
@@ -205,8 +206,8 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ),
     ("slow_link", slow_links.SlowLinkEvidence): linked,
     ("hang", OpenHang): lambda run: node(ended="", hang=HANG),
-    ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(
-        out_of_memory=memory.oom(step=99, file="f")
+    ("out_of_memory", oom.OutOfMemoryEvidence): lambda run: node(
+        out_of_memory=memory.oom(step=99, file="f", rank=0, host="h")
     ),
     ("died", run_state.DiedEvidence): lambda run: node(ended="died"),
     ("failed", run_state.FailedEvidence): lambda run: node(ended="failed", failure=FAILURE),

@@ -12,7 +12,6 @@ from msgspec import Struct, field
 
 from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.analysis.statistics.quantities import format_duration
-from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.phases import phase_name
@@ -38,14 +37,6 @@ class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
     cause: str = field(name="class")
     scope: str
     ranks: tuple[int, ...]
-
-
-class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
-    """Evidence on the first rank that ran out of its device's memory."""
-
-    oom: OutOfMemory
-    ranks: tuple[int, ...]
-    """The first rank, followed by the other ranks that ran out of memory."""
 
 
 class PastEvidence(Evidence, frozen=True, tag="past"):

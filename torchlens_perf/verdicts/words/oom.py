@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
 from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import OutOfMemoryEvidence
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import MemoryGrowth
@@ -28,6 +27,35 @@ _MANY_BLOCKS = 2
 _ALL_SHARE = 0.98
 
 
+class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
+    """Evidence on the first rank that ran out of its device's memory."""
+
+    oom: OutOfMemory
+    ranks: tuple[int, ...]
+    """The first rank, followed by the other ranks that ran out of memory."""
+
+    def describe(self, verdict: Verdict) -> str:
+        oom, table = self.oom, self.oom["table"]
+        inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
+        also = len(self.ranks) - 1
+        others = f" So did {also} other rank{'s' if also > 1 else ''}." if also else ""
+        if table is None:
+            held = (
+                "No table was written, because memory had run out shortly before: see"
+                f" {oom['earlier']}."
+            )
+        else:
+            held = (
+                f"{format_bytes(table['allocated_bytes'], 'B')} were allocated, and"
+                f" {format_bytes(table['inactive_bytes'], 'B')} more were reserved but"
+                f" free.{_describe_largest_owner(table['rows'])}"
+            )
+        return (
+            f"Rank {verdict.rank} ({oom['host']}) ran out of device memory in step"
+            f" {oom['step']}{inside}: {_describe_request(oom)}. {held}{others}"
+        )
+
+
 def build_out_of_memory_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
     """Return a verdict on the first rank that ran out of device memory and did not recover."""
     ended = [(rank["out_of_memory"], rank) for rank in ranks if was_ended_by_oom(rank)]
@@ -35,9 +63,15 @@ def build_out_of_memory_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
     if not found:
         return []
     oom, first = min(found, key=lambda each: each[0]["time_unix_ns"])
+    also = (rank["rank"] for _, rank in found if rank is not first)
     return [
-        _build_oom_verdict(
-            first, oom, also=[rank["rank"] for _, rank in found if rank is not first]
+        Verdict(
+            kind="out_of_memory",
+            rank=first["rank"],
+            since_step=oom["step"],
+            confidence=1.0,
+            action=build_next_action(oom, first["memory"]["growth"]),
+            evidence=OutOfMemoryEvidence(oom, (first["rank"], *also)),
         )
     ]
 
@@ -67,37 +101,6 @@ def out_of_memory_note(rank: Rank) -> str | None:
     return (
         f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_describe_request(oom)}, and"
         f" {went_on}: see {oom['file']}"
-    )
-
-
-def _build_oom_verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> Verdict:
-    table = oom["table"]
-    inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
-    others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
-    if table is None:
-        held = (
-            "No table was written, because memory had run out shortly before: see"
-            f" {oom['earlier']}."
-        )
-    else:
-        held = (
-            f"{format_bytes(table['allocated_bytes'], 'B')} were allocated, and"
-            f" {format_bytes(table['inactive_bytes'], 'B')} more were reserved but"
-            f" free.{_describe_largest_owner(table['rows'])}"
-        )
-    text = (
-        f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step"
-        f" {oom['step']}{inside}: {_describe_request(oom)}. {held}{others}"
-    )
-    action = build_next_action(oom, rank["memory"]["growth"])
-    return Verdict(
-        kind="out_of_memory",
-        rank=rank["rank"],
-        since_step=oom["step"],
-        confidence=1.0,
-        text=text,
-        action=action,
-        evidence=OutOfMemoryEvidence(oom, (rank["rank"], *also)),
     )
 
 
