@@ -267,7 +267,9 @@ static void *take_event(DeviceClock *self)
 
 static void give_back(DeviceClock *self, void *event)
 {
-    self->pool[self->pooled++] = event; /* it has room for all that were made */
+    if (event != NULL) {
+        self->pool[self->pooled++] = event; /* it has room for all that were made */
+    }
 }
 
 static void release_anchor(DeviceClock *self, Anchor *anchor)
@@ -366,9 +368,7 @@ static Anchor *take_anchor(DeviceClock *self, int64_t timeout_ns)
     int status = event_record(self, event, self->idle_stream);
     while (status == SUCCESS && (status = event_query(self, event)) == NOT_READY) {
         if (clock_now(self) - before_ns > timeout_ns) {
-            if (self->late_event != NULL) {
-                give_back(self, self->late_event);
-            }
+            give_back(self, self->late_event);
             self->late_event = event;
             self->late_ns = before_ns;
             return NULL;
@@ -674,9 +674,7 @@ static void clock_dealloc(DeviceClock *self)
     }
     if (self->pool != NULL) {
         release_anchor(self, self->anchor);
-        if (self->late_event != NULL) {
-            give_back(self, self->late_event);
-        }
+        give_back(self, self->late_event);
     }
     while (self->pooled > 0) {
         event_destroy(self, self->pool[--self->pooled]);

@@ -466,9 +466,11 @@ def test_button_shows_all_ranks_of_a_large_table(tab_of: TabOf, wide_file: Path)
 
 
 def test_printed_page_has_light_charts_without_controls(tab: Tab) -> None:
-    """Controls and the selection are not printed. The theme is restored after printing."""
+    """Controls and the selection are not printed, but the heads and ranks of tables are.
+
+    Charts that were not visible are printed, too. The theme is restored after printing.
+    """
     tab.open("#heat;steps=10-19;rank=1;step=12;theme=dark")
-    tab.show_all()
     colour = f"{tab.named('heat')}.plot.axes[0].stroke()"
     dark = tab.value(colour)
     tab.value("dispatchEvent(new Event('beforeprint'))")
@@ -477,6 +479,8 @@ def test_printed_page_has_light_charts_without_controls(tab: Tab) -> None:
         "[...document.querySelectorAll('{}')].filter(each => each.getClientRects().length).length"
     )
     assert tab.value(seen.format(".controls, .selection, .share, .exports, .copies")) == 0
+    for each in (".sorts", ".picks"):
+        assert tab.value(seen.format(f"#ranks {each}")) > 1
     assert tab.value(seen.format("figure canvas")) == tab.value("torchlensPage.charts.length")
     assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert tab.value(colour) != dark

@@ -31,9 +31,10 @@
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawn);
       const printed = (theme) => {
         torchlens.applyTheme(theme);
-        for (const chart of this.charts) if (chart.plot) chart.build();
+        for (const chart of this.charts) chart.isNear = true;
+        redrawn();
       };
-      // Paper is white, so printing uses the light theme.
+      // Paper is white, so printing uses the light theme. Paper also has the charts that have not been visible.
       addEventListener("beforeprint", () => printed("light"));
       addEventListener("afterprint", () => printed(this.view.now.theme));
       let width = innerWidth;
