@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from tests.golden.gpu_recordings import RECORDINGS, report_on_recording
-from torchlens_perf.verdicts.words.evidence import LaunchBoundEvidence
+from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence
 from torchlens_perf.view.headline import build_headlines, choose_headline
 
 EXPECTED: dict[str, dict[str, Any]] = json.loads((RECORDINGS / "expected.json").read_text())

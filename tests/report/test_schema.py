@@ -49,6 +49,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words import (
     bottleneck,
+    device_pace,
     evidence,
     growth,
     long_steps,
@@ -235,7 +236,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("host_bound", bottleneck.DeviceStepEvidence): lambda run: node(
         device_ms={"forward": 4.0, "host": 30.0}
     ),
-    ("host_bound", evidence.LaunchBoundEvidence): lambda run: node(
+    ("host_bound", device_pace.LaunchBoundEvidence): lambda run: node(
         device_ms={"forward": 4.0}, caught_up=10
     ),
     ("lack_of_cpu", bottleneck.TypicalStepEvidence): lambda run: node(

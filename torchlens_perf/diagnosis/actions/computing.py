@@ -13,7 +13,7 @@ from torchlens_perf.analysis.statistics.quantities import (
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.device_pace import HostPace
+    from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence
 
 _OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
@@ -82,12 +82,12 @@ def use_cuda_graphs(job: Job) -> Proposal | None:
     return Proposal(_describe_launches(job.host_pace), action)
 
 
-def _describe_launches(pace: HostPace) -> str:
+def _describe_launches(pace: LaunchBoundEvidence) -> str:
     if pace.busy is not None:
         return f"The GPU is busy for {format_percent(pace.busy)} of a typical second."
     if pace.idle_s is not None:
         return f"The GPU waits for kernels for at least {format_duration(pace.idle_s)} of a step."
-    return f"The GPU has no work left at the end of {format_percent(pace.starved)} of the passes."
+    return f"The GPU has no work left at the end of {format_percent(pace.caught_up)} of the passes."
 
 
 @rule("needless-checkpointing", "https://docs.pytorch.org/docs/stable/checkpoint.html")

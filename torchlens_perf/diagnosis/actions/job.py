@@ -16,7 +16,7 @@ from torchlens_perf.verdicts.words.device_pace import find_host_pace
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.what_if import Replay
-    from torchlens_perf.verdicts.words.device_pace import HostPace
+    from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence
     from torchlens_perf.verdicts.words.report import LostTime, Report
 
 # The share of a step that ranks wait for CPUs, from which no CPU is spare.
@@ -146,7 +146,7 @@ class Job:
         return max(shares, default=None)
 
     @property
-    def host_pace(self) -> HostPace | None:
+    def host_pace(self) -> LaunchBoundEvidence | None:
         """Evidence that a GPU waits for its kernels; None if it does not, or if not known."""
         return find_host_pace(self.report) if self.is_cuda else None
 

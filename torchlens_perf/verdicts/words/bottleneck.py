@@ -37,6 +37,8 @@ from torchlens_perf.verdicts.verdict import Evidence, NamedUse, RunLength, Verdi
 from torchlens_perf.verdicts.words.cpu import cpu_action
 from torchlens_perf.verdicts.words.device_pace import (
     COMPUTE,
+    LaunchBoundEvidence,
+    describe_busy,
     describe_other_processes,
     find_busy_share,
     find_host_pace,
@@ -49,17 +51,15 @@ from torchlens_perf.verdicts.words.evidence import (
     LIMITS,
     GraphReplayEvidence,
     LargestGap,
-    LaunchBoundEvidence,
     OtherThreadsEvidence,
     UntimedDeviceEvidence,
 )
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code, find_largest_gap
 from torchlens_perf.verdicts.words.long_steps import build_long_verdict, find_stalling_rank
 from torchlens_perf.verdicts.words.modules import computing_action
-from torchlens_perf.verdicts.words.phases import phase_name
+from torchlens_perf.verdicts.words.phases import format_phases, format_share, phase_name
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.device_pace import HostPace
     from torchlens_perf.verdicts.words.report import DeviceTimes, Facts, TypicalStep
 
 # The smallest shares of a typical step for which a wait is named, is the subject of the advice, and
@@ -145,13 +145,13 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
 
     def describe(self, verdict: Verdict) -> str:
         (first, *others), step = verdict.uses, format_duration(self.step_s)
-        takes = f"{first.what} takes {_format_share(first.seconds, self.step_s)}"
+        takes = f"{first.what} takes {format_share(first.seconds, self.step_s)}"
         if first.kind == "compute_bound":
             takes = f"{first.what} {format_percent(first.seconds / self.step_s)}"
             phases = {
                 part: self.device_parts_s[part] for part in COMPUTE if part in self.device_parts_s
             }
-            step += f": {_format_phases(_largest_first(phases))}"
+            step += f": {format_phases(_largest_first(phases))}"
         return self.join(f"{takes} of a step on the {self.device} ({step})", others, self.step_s)
 
 
@@ -168,7 +168,7 @@ class ContentionEvidence(Evidence, frozen=True, kw_only=True, tag="contention"):
     def describe(self, verdict: Verdict) -> str:
         part, most_s = next(iter(self.lack_by_part_s.items()))
         return (
-            f"Waiting for a CPU takes {_format_share(self.lack_s, self.typical_step_s)} of a typical"
+            f"Waiting for a CPU takes {format_share(self.lack_s, self.typical_step_s)} of a typical"
             f" step of {format_duration(self.typical_step_s)}: {format_percent(most_s / self.lack_s)}"
             f" of it in {phase_name(part)}."
         )
@@ -190,7 +190,7 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
 
 def _format_use(use: NamedUse, step_s: float) -> str:
     if use.lack_s < _WORTH_NAMING * use.seconds:
-        return _format_share(use.seconds, step_s)
+        return format_share(use.seconds, step_s)
     took, lacked = format_duration(use.seconds), format_percent(use.lack_s / use.seconds)
     share = format_percent(use.seconds / step_s)
     return f"{share} ({took}, of which {lacked} waited for a CPU)"
@@ -305,7 +305,7 @@ def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBre
     }
     computing = {part: left_s[part] for part in COMPUTE if left_s[part] > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
-    shown = _format_phases(_largest_first(computing))
+    shown = format_phases(_largest_first(computing))
     what = f"Computing ({shown})" if shown and lack_s < _WORTH_NAMING * step_s else "Computing"
     waits = [dataclasses.replace(_LACK, seconds=lack_s)]
     waits += [dataclasses.replace(each, seconds=left_s[each.phase]) for each in _WAITS]
@@ -529,16 +529,9 @@ def _build_other_threads_verdict(report: Facts, found: StepBreakdown) -> Verdict
     action = "enter watch() on the thread that trains."
     if others.keys() == {"data"}:
         action = "see whether the loop waits for the batches that another thread loads."
-    text = (
-        "What limits the step is not known: threads that are not recorded do part of the work"
-        f" ({_format_phases(others)} a step). The recorded thread spends"
-        f" {_format_share(outside.seconds, found.step_s)} of a step outside its own phases, where it"
-        f" may be waiting for these threads."
-    )
     return Verdict(
         kind="not_known",
         confidence=0.0,
-        text=text,
         action=action,
         evidence=OtherThreadsEvidence(found.step_s, outside.seconds, others),
     )
@@ -550,7 +543,7 @@ def other_threads_note(report: Facts) -> str:
     if not others:
         return ""
     return (
-        f"other threads also worked ({_format_phases(others)} a step); this work is not part of the"
+        f"other threads also worked ({format_phases(others)} a step); this work is not part of the"
         " step times"
     )
 
@@ -564,16 +557,6 @@ def _other_threads_s(report: Facts) -> dict[str, float]:
             for phase in set[str]().union(*by_rank)
         }
     )
-
-
-def _format_phases(parts_s: Mapping[str, float]) -> str:
-    return ", ".join(
-        f"{phase_name(phase)} {format_duration(seconds)}" for phase, seconds in parts_s.items()
-    )
-
-
-def _format_share(seconds: float, step_s: float) -> str:
-    return f"{format_percent(seconds / step_s)} ({format_duration(seconds)})"
 
 
 def _equal_waits_caveat(limit: TimeShare, waits_s: Sequence[float]) -> str:
@@ -647,7 +630,7 @@ def _describe_starved_part(found: StepBreakdown) -> str:
     if parts_s[part] < _WASTE_FIRST * found.step_s:
         return ""
     name, waits = phase_name(part), format_percent(found.lack_by_part_s[part] / parts_s[part])
-    takes = _format_share(parts_s[part], found.step_s)
+    takes = format_share(parts_s[part], found.step_s)
     return (
         f"{name[0].upper()}{name[1:]} takes {takes} of the step, of which {waits} waited for a CPU."
     )
@@ -830,7 +813,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     if pace is not None:
         inside_s = (pace.idle_s or 0.0) - found.wait_of_kind("host_bound").seconds
         if first is found.computing or inside_s > first.seconds:
-            return _build_launch_verdict(report, device, pace, found.step_s)
+            return _build_launch_verdict(report, structs.replace(pace, step_s=found.step_s))
     worth = [each for each in found.large_waits if each is not first]
     following = _choose_following(found, worth)
     cost_s = 0.0 if following is found.computing else following.seconds
@@ -838,7 +821,10 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     if first is found.computing:
         what = "Computing takes" if ahead else "The phases take"
         named = [dataclasses.replace(first, what=what), *worth]
-        notes = [ahead or _describe_busy(report, device), describe_other_processes(report)]
+        notes = [
+            ahead or describe_busy(device, find_busy_share(report)),
+            describe_other_processes(report),
+        ]
     else:
         named = [first, *worth]
         notes = [
@@ -888,26 +874,10 @@ def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBr
     return _name_waiting_for_ranks(report, break_down_step(account, on_device=True))
 
 
-def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: float) -> Verdict:
+def _build_launch_verdict(report: Facts, pace: LaunchBoundEvidence) -> Verdict:
     """Return the verdict that hosts limit the step, because devices wait for their kernels."""
-    if pace.is_hidden:
-        why = (
-            f"in at least {format_percent((pace.idle_s or 0.0) / step_s)} of a step"
-            f" ({format_duration(step_s)}), the {device} for which the others wait is idle"
-        )
-    else:
-        why = (
-            f"the {device} had no work left at the end of {format_percent(pace.starved)} of the"
-            " forward and backward passes"
-        )
-    idle_s = pace.idle_s or step_s
+    idle_s = pace.idle_s or pace.step_s
     gap = find_largest_gap(report["steps"]["host_gaps"], _SOME * idle_s)
-    told = (
-        f"The host sets the pace: {why}.",
-        "" if pace.is_hidden else _describe_busy(report, device),
-        gap.text if gap else None,
-        describe_other_processes(report),
-    )
     startup = report["run"]["startup"]
     compiled = startup is not None and bool(startup["compile_s"])
     advice = "compiled_launches" if compiled else "launches"
@@ -919,13 +889,17 @@ def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: fl
         kind="host_bound",
         phase="host",
         cost_s_per_step=cost_s,
-        cost_share=None if cost_s is None else cost_s / step_s,
+        cost_share=None if cost_s is None else cost_s / pace.step_s,
         confidence=0.8,
-        text=" ".join(filter(None, told)),
         advice=advice,
         action=gap.action if gap and advice == "host" else general_action(advice, report),
-        evidence=LaunchBoundEvidence(pace.starved, pace.busy, pace.idle_s, gap),
+        notes=_name_other_processes(report),
+        evidence=structs.replace(pace, gap=gap),
     )
+
+
+def _name_other_processes(report: Facts) -> tuple[str, ...]:
+    return tuple(filter(None, [describe_other_processes(report)]))
 
 
 def _largest_first(parts_s: Mapping[str, float]) -> dict[str, float]:
@@ -939,13 +913,6 @@ def _describe_lag(report: Facts, device: str, step_s: float) -> str:
     return f"The host is ahead, and waits for the {device}." if is_ahead else ""
 
 
-def _describe_busy(report: Facts, device: str) -> str:
-    busy = find_busy_share(report)
-    if busy is None:
-        return f"How long the {device} is idle inside of them was not measured."
-    return f"The {device} is busy for {format_percent(busy)} of a typical second."
-
-
 def _build_graph_verdict(report: Facts, device: str) -> Verdict:
     """Return the verdict on steps that replay a CUDA graph. Device sections show their parts."""
     timed, steps = timed_devices(report), max(1, report["steps"]["count"])
@@ -955,53 +922,37 @@ def _build_graph_verdict(report: Facts, device: str) -> Verdict:
         for row in report["device_sections"]
     }
     longest = dict(sorted(sections_s.items(), key=lambda item: -item[1])[:_MAX_SECTIONS])
-    shown = ", ".join(f"{name} {format_duration(s)}" for name, s in longest.items())
-    inside = f" Device sections in a step: {shown}." if shown else ""
-    text = (
-        f"The loop replays a CUDA graph: a step takes {format_duration(step_s)} on the {device}, and"
-        f" the phases inside of the graph are not timed.{inside}"
-    )
     action = f'start with device section "{next(iter(longest))}".' if longest else _SECTION_ACTION
     return Verdict(
         kind="not_known",
         confidence=0.8,
-        text=" ".join(filter(None, (text, describe_other_processes(report)))),
         action=action,
-        evidence=GraphReplayEvidence(step_s, longest),
+        notes=_name_other_processes(report),
+        evidence=GraphReplayEvidence(step_s, longest, device),
     )
 
 
 def _build_untimed_verdict(device: str, found: StepBreakdown) -> Verdict:
     """Return the verdict on steps whose work on the device is outside of all phases."""
-    text = (
-        f"What limits the step is not known: {_format_share(found.limit.seconds, found.step_s)} of a"
-        f" step on the {device} ({format_duration(found.step_s)}) is outside of the phases. It is host"
-        " code, or work that is no phase, such as a CUDA graph."
-    )
     return Verdict(
         kind="not_known",
         confidence=0.0,
-        text=text,
         action=_SECTION_ACTION,
-        evidence=UntimedDeviceEvidence(device),
+        uses=_name_uses(found.limit),
+        evidence=UntimedDeviceEvidence(device, found.step_s, has_device_times=True),
     )
 
 
 def _build_not_known_verdict(report: Facts, device: str) -> Verdict:
     found = _break_down_host_step(report)
     largest = max((found.computing, *found.waits), key=lambda use: use.seconds)
-    text = (
-        f"What limits the step is not known: the work is on a device ({device}), and only host time"
-        f" was recorded. {largest.what} takes {_format_share(largest.seconds, found.step_s)} of a typical"
-        " step on the host, which may be waiting for the device."
-    )
     return Verdict(
         kind="not_known",
         confidence=0.0,
-        text=text,
         action=(
             'record device times (device_times="on"), or look at a trace of some steps:'
             " torchlens-perf capture."
         ),
-        evidence=UntimedDeviceEvidence(device),
+        uses=_name_uses(largest),
+        evidence=UntimedDeviceEvidence(device, found.step_s, has_device_times=False),
     )

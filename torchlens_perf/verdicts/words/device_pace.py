@@ -14,11 +14,14 @@ more:
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_percent
+from msgspec import structs
+
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
+from torchlens_perf.verdicts.words.evidence import LargestGap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,20 +41,46 @@ _LITTLE = 0.05
 _MUCH_USED = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
-class HostPace:
-    """Hosts that set the pace of the steps, because devices wait for kernels."""
+class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
+    """Evidence on devices that wait for their hosts, which therefore set the pace of the steps."""
 
-    starved: float
+    kinds = ("host_bound",)
+    device: str
+    step_s: float
+    """Duration of a step by the device's clock."""
+    caught_up: float
     """Share of forward and backward passes at whose end the device had no work left, on the rank
     with the largest share."""
     busy: float | None
     """Share of a typical second in which the devices were busy; None if not measured."""
     idle_s: float | None
-    """Least time of a step in which a device is idle, without waits for data and other ranks; None
-    if not known."""
+    """Least time of a step in which a device is idle for lack of kernels, without waits for data and
+    other ranks; None if not known."""
     is_hidden: bool
     """True if the time in which other ranks execute the same work shows the idle time."""
+    gap: LargestGap | None = None
+    """The place between two phases where the host spends much of this time; None without one."""
+
+    def describe(self, verdict: Verdict) -> str:
+        busy = describe_busy(self.device, self.busy)
+        why = (
+            f"the {self.device} had no work left at the end of {format_percent(self.caught_up)} of the"
+            " forward and backward passes"
+        )
+        if self.is_hidden:
+            busy = ""
+            why = (
+                f"in at least {format_percent((self.idle_s or 0.0) / self.step_s)} of a step"
+                f" ({format_duration(self.step_s)}), the {self.device} for which the others wait is idle"
+            )
+        told = (f"The host sets the pace: {why}.", busy, self.gap.text if self.gap else "")
+        return " ".join(filter(None, told))
+
+
+def describe_busy(device: str, busy: float | None) -> str:
+    if busy is None:
+        return f"How long the {device} is idle inside of them was not measured."
+    return f"The {device} is busy for {format_percent(busy)} of a typical second."
 
 
 def timed_devices(report: Facts) -> list[DeviceTimes]:
@@ -73,7 +102,7 @@ def find_busy_share(report: Facts) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def find_host_pace(report: Facts) -> HostPace | None:
+def find_host_pace(report: Facts) -> LaunchBoundEvidence | None:
     """Return the evidence that hosts set the pace; None if they do not, or if that is not known."""
     timed, busy = timed_devices(report), find_busy_share(report)
     if not timed or replays_graphs(report) or (busy or 0.0) > _ALWAYS_BUSY:
@@ -81,15 +110,18 @@ def find_host_pace(report: Facts) -> HostPace | None:
     parts = mean_parts(timed)
     step_s, own = sum(parts.values()), report["steps"]["own_time"]
     starved = max(each["caught_up"] or 0.0 for each in timed)
+    found = LaunchBoundEvidence(
+        report["run"]["device"] or "", step_s, starved, busy, None, is_hidden=False
+    )
     hidden_s = 0.0 if own is None else _compute_s(own["parts"]) - _compute_s(parts)
     if hidden_s >= _MUCH_IDLE * step_s:
-        return HostPace(starved, busy, hidden_s, is_hidden=True)
+        return structs.replace(found, idle_s=hidden_s, is_hidden=True)
     idle_s = None
     if busy is not None:
         idle_s = max(0.0, (1 - busy) * step_s - parts["data"] - parts["communication"])
     if starved < _STARVED or (idle_s is not None and idle_s < _MUCH_IDLE * step_s):
         return None
-    return HostPace(starved, busy, idle_s, is_hidden=False)
+    return structs.replace(found, idle_s=idle_s)
 
 
 def replays_graphs(report: Facts) -> bool:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 from torchlens_perf.analysis.statistics.host_gaps import split_gap
-from torchlens_perf.analysis.statistics.quantities import format_duration
+from torchlens_perf.analysis.statistics.quantities import format_count, format_duration
+from torchlens_perf.run.ring import MAX_FRAMES
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
-from torchlens_perf.verdicts.words.phases import phase_name
+from torchlens_perf.verdicts.words.phases import format_phases, format_share, phase_name
 
 LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
 _NAMES = {
@@ -91,20 +92,6 @@ class LargestGap(Struct, frozen=True):
         return f"look at what runs {self.place} ({usual}): wrap parts in perf.section()."
 
 
-class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
-    """Evidence on devices that wait for their hosts."""
-
-    kinds = ("host_bound",)
-    caught_up: float
-    """Share of forward and backward passes at whose end the device had no work left."""
-    busy: float | None
-    """Share of a typical second in which the devices were busy; None if not measured."""
-    idle_s: float | None
-    """Least time of a step in which a device is idle for lack of kernels; None if not known."""
-    gap: LargestGap | None = None
-    """The place between two phases where the host spends much of this time; None without one."""
-
-
 class GraphReplayEvidence(Evidence, frozen=True, tag="graph_replay"):
     """Evidence on steps that replay a CUDA graph. Times are seconds per step."""
 
@@ -113,13 +100,40 @@ class GraphReplayEvidence(Evidence, frozen=True, tag="graph_replay"):
     """Duration of a step by the device's clock."""
     sections_s: dict[str, float]
     """Median time of each device section inside the graph, the longest first."""
+    device: str
+
+    def describe(self, verdict: Verdict) -> str:
+        each = (f"{name} {format_duration(s)}" for name, s in self.sections_s.items())
+        shown = f" Device sections in a step: {', '.join(each)}." if self.sections_s else ""
+        return (
+            f"The loop replays a CUDA graph: a step takes {format_duration(self.step_s)} on the"
+            f" {self.device}, and the phases inside of the graph are not timed.{shown}"
+        )
 
 
 class UntimedDeviceEvidence(Evidence, frozen=True, tag="untimed_device"):
-    """Evidence on work on a device whose device times were not recorded."""
+    """Evidence on work on a device whose device times were not recorded, or are of no phase."""
 
     kinds = ("not_known",)
     device: str
+    step_s: float
+    """Duration of a typical step, by the device's clock if that has times."""
+    has_device_times: bool
+
+    def describe(self, verdict: Verdict) -> str:
+        use = verdict.uses[0]
+        share = format_share(use.seconds, self.step_s)
+        if self.has_device_times:
+            return (
+                f"What limits the step is not known: {share} of a step on the {self.device}"
+                f" ({format_duration(self.step_s)}) is outside of the phases. It is host code, or work"
+                " that is no phase, such as a CUDA graph."
+            )
+        return (
+            f"What limits the step is not known: the work is on a device ({self.device}), and only host"
+            f" time was recorded. {use.what} takes {share} of a typical step on the host, which may be"
+            " waiting for the device."
+        )
 
 
 class DeepSpansEvidence(Evidence, frozen=True, tag="deep_spans"):
@@ -128,6 +142,13 @@ class DeepSpansEvidence(Evidence, frozen=True, tag="deep_spans"):
     kinds = ("not_known",)
     too_deep: int
     """Number of these spans."""
+
+    def describe(self, verdict: Verdict) -> str:
+        return (
+            f"It is not known where the step's time goes: {format_count(self.too_deep, 'span')} nested"
+            f" deeper than {MAX_FRAMES} levels were not recorded. They may include phases of the step,"
+            " which are counted as host code here."
+        )
 
 
 class OtherThreadsEvidence(Evidence, frozen=True, tag="other_threads"):
@@ -142,6 +163,14 @@ class OtherThreadsEvidence(Evidence, frozen=True, tag="other_threads"):
     """Time of the recorded thread outside its phases."""
     other_threads_s: dict[str, float]
     """Time of other threads, by phase."""
+
+    def describe(self, verdict: Verdict) -> str:
+        return (
+            "What limits the step is not known: threads that are not recorded do part of the work"
+            f" ({format_phases(self.other_threads_s)} a step). The recorded thread spends"
+            f" {format_share(self.outside_s, self.step_s)} of a step outside its own phases, where it"
+            f" may be waiting for these threads."
+        )
 
 
 class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):

@@ -1,6 +1,10 @@
-"""Names of the parts of a step for sentences. Pure."""
+"""Names, times and shares of the parts of a step for sentences. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 
 
 def phase_name(phase: str) -> str:
@@ -18,3 +22,15 @@ def phase_name(phase: str) -> str:
         "tool": "this tool",
         "gap": "the gaps between the phases, in which its device waits for its host",
     }[phase]
+
+
+def format_phases(parts_s: Mapping[str, float]) -> str:
+    """Return the parts with their times, such as "the forward pass 12.0 ms, data loading 3.0 ms"."""
+    return ", ".join(
+        f"{phase_name(phase)} {format_duration(seconds)}" for phase, seconds in parts_s.items()
+    )
+
+
+def format_share(seconds: float, step_s: float) -> str:
+    """Return a time of the step as a share, such as "17% (24.0 ms)"."""
+    return f"{format_percent(seconds / step_s)} ({format_duration(seconds)})"

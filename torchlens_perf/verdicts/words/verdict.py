@@ -14,7 +14,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.run.ring import MAX_FRAMES
 from torchlens_perf.verdicts.slow_links import build_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, Verdict
@@ -146,15 +145,9 @@ def _replace_if_spans_too_deep(report: Facts, verdict: Verdict) -> Verdict:
     too_deep = report["quality"]["too_deep"]
     if verdict.kind != "host_bound" or not too_deep:
         return verdict
-    text = (
-        f"It is not known where the step's time goes: {format_count(too_deep, 'span')} nested deeper"
-        f" than {MAX_FRAMES} levels were not recorded. They may include phases of the step, which"
-        " are counted as host code here."
-    )
     return Verdict(
         kind="not_known",
         confidence=0.5,
-        text=text,
         action="nest sections less deeply, also around the training loop.",
         evidence=DeepSpansEvidence(too_deep),
     )
