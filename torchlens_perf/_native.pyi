@@ -12,6 +12,8 @@ class Recorder:
     unseen: int
     busy: int
     without_gradient: int
+    passes_lead: int
+    passes_name: int
     due_ns: int
     due_step: int
     forward_passes: int

@@ -22,6 +22,7 @@ from torchlens_perf.diagnosis.what_if import (
     predict_standard_changes,
 )
 from torchlens_perf.errors import ConfigError
+from torchlens_perf.run.records import PASSES
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
@@ -198,6 +199,15 @@ def test_module_gain_includes_its_share_of_the_backward_pass() -> None:
     modules = [make_module("blocks.0.mlp", 0.01)]
     found = predict(times, "module:blocks.*.mlp x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
     assert found.gain_s == pytest.approx(0.005 + 0.01)
+
+
+def test_passes_without_gradients_have_no_share_of_the_backward_pass() -> None:
+    """The backward pass belongs to the modules of the other forward passes."""
+    times = make_times({"forward": 40, "backward": 80})
+    modules = [make_module(PASSES, 0.02), make_module("mlp", 0.01)]
+    facts = {"modules": modules, "ranks": FORWARD_AND_BACKWARD}
+    assert predict(times, f"module:{PASSES} x0.5", **facts).gain_s == pytest.approx(0.01)
+    assert predict(times, "module:mlp x0.5", **facts).gain_s == pytest.approx(0.005 + 0.02)
 
 
 @pytest.mark.parametrize(("passes", "backward_s"), [(1, 0.05), (2, 0.04)])

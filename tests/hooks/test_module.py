@@ -270,6 +270,64 @@ def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
     ]
 
 
+def test_forward_passes_without_gradients_have_one_name_once_the_loop_trains(
+    tmp_path: Path,
+) -> None:
+    """They are passes of a reference network, a teacher, or of the model itself in an evaluation.
+
+    Modules inside them are not timed, so that modules have the times of training.
+    """
+    model, reference = Model(), Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
+        for step in range(6):
+            with torch.no_grad():
+                expected = reference(torch.randn(2, 4)) + model(torch.randn(2, 4))
+            reference(torch.randn(2, 4))
+            assert expected.shape == (2, 4)
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+            before = step
+
+    passes = recording.of(Kind.FORWARD)
+    assert [each.name for each in passes if each.step == 0] == ["forward Model"] * 2
+    last = [each for each in passes if each.step == before]
+    assert [each.name for each in last] == [
+        *["forward passes without gradients"] * 2,
+        "forward Model",
+    ]
+    assert not any(inside(each, one) for one in last[:2] for each in recording.of(Kind.MODULE))
+    assert sum(inside(each, last[2]) for each in recording.of(Kind.MODULE)) == 7
+
+
+def test_forward_passes_of_inference_have_the_name_of_their_model(tmp_path: Path) -> None:
+    model = Model()
+    with recorded(tmp_path, model, **EVERYTHING) as recording, torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(2, 4))
+
+    assert recording.names(Kind.FORWARD) == ["forward Model"] * 4
+    assert len(recording.of(Kind.MODULE)) == 4 * 7
+
+
+def test_exception_of_a_reference_network_is_passed_on_and_its_span_ends(tmp_path: Path) -> None:
+    model, reference = Model(), nn.Sequential(nn.Linear(4, 4), Raises(ValueError("bad batch")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
+        for _ in range(4):
+            with torch.no_grad(), pytest.raises(ValueError, match="bad batch"):
+                reference(torch.randn(2, 4))
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+
+    failed = [each for each in recording.of(Kind.FORWARD) if each.name != "forward Model"]
+    assert [each.flags for each in failed] == [Flag.EXCEPTION] * len(failed)
+    assert len(failed) >= 2
+    assert recording.unbalanced == 0
+    last = recording.of(Kind.FORWARD)[-1]
+    assert sum(inside(each, last) for each in recording.of(Kind.MODULE)) == 7
+
+
 def test_levels_of_modules_do_not_count_containers() -> None:
     """Modules in a ModuleList are one level down, not two, because a ModuleList is never called."""
     model = Model()

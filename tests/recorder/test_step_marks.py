@@ -102,6 +102,32 @@ def evaluating(job: Job) -> None:
                 job.model(torch.randn(2, 4))
 
 
+def evaluating_in_each_step(job: Job) -> None:
+    for _ in range(STEPS):
+        with torch.no_grad():
+            job.model(torch.randn(2, 4))
+        job.step()
+
+
+def evaluating_more_and_less_often(job: Job) -> None:
+    """The share of the steps with an evaluation goes below and above a half."""
+    for number in range(4 * STEPS):
+        job.step()
+        if number < STEPS or number % 3 == 0 or number > 3 * STEPS:
+            with torch.no_grad():
+                job.model(torch.randn(2, 4))
+
+
+def with_a_reference_network(job: Job) -> None:
+    reference = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    for number in range(STEPS):
+        with torch.no_grad():
+            batch = reference(torch.randn(2, 4))
+        job.step(batch)
+        if number > STEPS / 2:
+            reference(batch)  # Passes with gradients have no span.
+
+
 class Interrupted(Exception):
     pass
 
@@ -305,6 +331,9 @@ LOOPS: dict[str, tuple[Callable[[Job], None], int]] = {
     ),
     "loading until an error": (loading_until_an_error, 4),
     "evaluating": (evaluating, STEPS // 3),
+    "evaluating in each step": (evaluating_in_each_step, STEPS // 2),
+    "evaluating more and less often": (evaluating_more_and_less_often, STEPS),
+    "with a reference network": (with_a_reference_network, STEPS // 2),
     "failing backward": (failing_backward, STEPS // 3),
     "failing step": (failing_step, STEPS // 3),
     "marking by hand": (marking_by_hand, 4),

@@ -12,10 +12,10 @@ from tests.report.test_held import node, slow_data, usual
 from tests.support.findings import MS, episode, findings
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
-from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.page.notebook import results_as_json
 from torchlens_perf.page.sections.verdicts import build_verdicts_section as cards
 from torchlens_perf.report.build import build_report
+from torchlens_perf.run.records import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View

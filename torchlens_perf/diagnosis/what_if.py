@@ -26,7 +26,7 @@ from torchlens_perf.diagnosis.lost_time import (
 from torchlens_perf.diagnosis.step_times import StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
-from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.records import PARTS, PASSES
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.modules import find_largest_on_device
 from torchlens_perf.verdicts.words.report import PredictedChange, mean_per_step
@@ -376,16 +376,20 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
     in seconds.
 
     Without samples, or with several passes in a step, the backward pass of a module is assumed to
-    take the share of the backward pass that its forward time has of the forward pass.
+    take the share of the backward pass that its forward time has of the forward pass. Passes without
+    gradients have no backward pass.
     """
     rows, on_device = _find_modules(facts, change), _is_on_device(facts)
+    untrained = next((row["by_rank"] for row in facts["modules"] if row["name"] == PASSES), {})
     forward: dict[str, float] = {}
     for row in rows:
         for rank, seconds in row["device_own_by_rank" if on_device else "by_rank"].items():
             forward[rank] = forward.get(rank, 0.0) + seconds
     backward: dict[str, float] = {}
     outermost = [
-        row for row in rows if _find_matching_part(row["name"], change.name) == row["name"]
+        row
+        for row in rows
+        if _find_matching_part(row["name"], change.name) == row["name"] != PASSES
     ]
     # Samples are times of single backward passes.
     sampled = [
@@ -399,8 +403,8 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
             backward[rank] = sum(times[rank] for times in sampled)
             continue
         parts = typical["parts"] if typical is not None else {}
-        whole_s = parts.get("forward", 0.0)
-        if whole_s and rank in forward:
+        whole_s = parts.get("forward", 0.0) - untrained.get(rank, 0.0)
+        if whole_s > 0 and rank in forward:
             backward[rank] = parts.get("backward", 0.0) * forward[rank] / whole_s
     return {"forward": forward, "backward": backward}
 

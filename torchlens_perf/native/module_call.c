@@ -160,14 +160,22 @@ static int is_observed(Recorder *self)
            this_thread() == self->owner && kind_of_call(self, &self->header->stack) == KIND_FORWARD;
 }
 
+/* The name of a forward pass: that of its module, or one for all passes without gradients in a loop that trains. */
+static inline uint32_t name_of_pass(const Recorder *self, int gradients, uint32_t name_id)
+{
+    return gradients == 0 && self->marks.passes_name != 0 ? self->marks.passes_name : name_id;
+}
+
 /* Calls a module that is not timed. The observer returns True if the module is known from now on: then the modules that
- * it calls are not shown to the observer. */
+ * it calls are not shown to the observer. Its pass without gradients is timed in a loop that trains: such a module is a
+ * reference network, a teacher, or a copy with averaged weights. */
 static PyObject *untimed_call(int is_known, PyObject *function, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
     Recorder *self = active_recorder;
     if (PyVectorcall_NARGS(nargsf) == 0 || !is_observed(self)) {
         return plain_call(function, args, nargsf, kwnames);
     }
+    Py_INCREF(self); /* the watch may end in the calls below */
     if (!is_known) {
         int64_t start_ns = recorder_now(self);
         PyObject *answer = call_kept(call_observer, args, 1);
@@ -177,12 +185,24 @@ static PyObject *untimed_call(int is_known, PyObject *function, PyObject *const 
             add_overhead(self, recorder_now(self) - start_ns);
         }
     }
+    int gradients = is_known ? gradients_enabled(self) : -1;
+    uint32_t name_id = name_of_pass(self, gradients, 0);
+    uint64_t depth = name_id != 0 && self->header != NULL
+                         ? span_open(self, &self->header->stack, KIND_FORWARD, name_id)
+                         : 0;
     inside_known = is_known;
+    self->modules.in_pass += depth > 0;
     PyObject *result = plain_call(function, args, nargsf, kwnames);
     inside_known = 0;
-    if (is_known && result != NULL && active_recorder == self && self->header != NULL) {
-        count_forward(self, 0);
+    self->modules.in_pass -= depth > 0;
+    if (depth > 0 && self->header != NULL) {
+        int64_t end_ns = recorder_now(self);
+        span_close(self, &self->header->stack, depth, end_ns, result == NULL ? FLAG_EXCEPTION : 0, 0, 0);
     }
+    if (is_known && result != NULL && active_recorder == self && self->header != NULL) {
+        count_forward(self, 0, gradients);
+    }
+    Py_DECREF(self);
     return result;
 }
 
@@ -209,11 +229,18 @@ static inline PyObject *call_untimed(PyObject *function, PyObject *const *args, 
     return PyObject_Vectorcall(function, args, nargsf, kwnames);
 }
 
-/* Whether a call is not timed in this step: one inside of a forward pass. Captures and profilers see all calls. */
+/* Whether a call is not timed: one inside of a forward pass without gradients, or of any in this step. Captures and
+ * profilers see all calls. */
 static int is_left_out(Recorder *self)
 {
-    if (self == NULL || !self->modules.left_out || self->sampled || self->header == NULL || self->nvtx_push != NULL ||
-        (self->marks.step_flags & FLAG_CAPTURED) || kind_of_call(self, open_spans(self)) != KIND_MODULE) {
+    if (self == NULL || !(self->modules.left_out || self->modules.in_pass) || self->header == NULL ||
+        self->nvtx_push != NULL || (self->marks.step_flags & FLAG_CAPTURED)) {
+        return 0;
+    }
+    if (self->modules.in_pass && this_thread() == self->owner) {
+        return 1;
+    }
+    if (!self->modules.left_out || self->sampled || kind_of_call(self, open_spans(self)) != KIND_MODULE) {
         return 0;
     }
     self->modules.has_left_out = 1;
@@ -260,12 +287,17 @@ static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *cons
     }
     Stack *stack = open_spans(recorder);
     uint32_t kind = kind_of_call(recorder, stack);
-    uint64_t depth = span_open(recorder, stack, kind, self->name_id);
+    int gradients = kind == KIND_FORWARD ? gradients_enabled(recorder) : -1;
+    uint32_t name_id = name_of_pass(recorder, gradients, self->name_id);
+    int is_pass = name_id != self->name_id && stack == &recorder->header->stack;
+    uint64_t depth = span_open(recorder, stack, kind, name_id);
     int64_t opened_ns = entered_ns != 0 && depth < MAX_FRAMES && recorder->header != NULL && !observed
                             ? stack->frames[depth].start_ns
                             : 0;
     recorder->modules.calls += kind == KIND_MODULE;
+    recorder->modules.in_pass += is_pass;
     PyObject *result = call_untimed(function, args, nargsf, kwnames);
+    recorder->modules.in_pass -= is_pass;
     if (recorder->header == NULL) { /* the watch ended inside this call */
         return result;
     }
@@ -278,7 +310,7 @@ static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *cons
         Py_CLEAR(result);
     }
     if (kind == KIND_FORWARD && self->forward != NULL && result != NULL &&
-        !(self->only_counts && count_forward(recorder, 1))) {
+        !(self->only_counts && count_forward(recorder, 1, gradients))) {
         self->only_counts = observe(self, self->forward, &result, 1, NULL);
         if (self->only_counts < 0) {
             self->only_counts = 0;

@@ -642,6 +642,8 @@ static PyMemberDef recorder_members[] = {
     {"unseen", T_INT, offsetof(Recorder, marks.unseen), 0, NULL},
     {"busy", T_INT, offsetof(Recorder, marks.busy), 0, NULL},
     {"without_gradient", T_INT, offsetof(Recorder, marks.without_gradient), 0, NULL},
+    {"passes_lead", T_LONGLONG, offsetof(Recorder, marks.passes_lead), 0, NULL},
+    {"passes_name", T_UINT, offsetof(Recorder, marks.passes_name), 0, NULL},
     {"due_ns", T_LONGLONG, offsetof(Recorder, marks.due_ns), 0, NULL},
     {"due_step", T_LONGLONG, offsetof(Recorder, marks.due_step), 0, NULL},
     {"forward_passes", T_LONGLONG, offsetof(Recorder, marks.forward_passes), 0, NULL},

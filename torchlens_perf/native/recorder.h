@@ -62,6 +62,8 @@ typedef struct {
     int settled;          /* not 0: all steps end with kept[OPTIMIZER], and C ends them */
     int busy;             /* callbacks that Python runs at the end of each step */
     int without_gradient; /* not 0: the step has forward passes without gradients */
+    int64_t passes_lead;  /* twice the steps that have such passes, minus all steps; from 0 on, such passes are usual */
+    unsigned passes_name; /* of such passes, while the loop trains; 0: they have the name of their module */
     int step_open;        /* open calls of kept[OPTIMIZER]'s step, each inside the other; kept[OPENED] does not show them */
     uint64_t opened_at;   /* records written when the outermost of these calls began */
     unsigned optimizer_name;
@@ -82,6 +84,7 @@ typedef struct {
 typedef struct {
     int left_out;       /* not 0: in this step, calls are not timed */
     int has_left_out;   /* not 0: in this step, a call was not timed */
+    int in_pass;        /* not 0: the owner is in a pass without gradients, inside of which calls are not timed */
     int until_measured; /* calls until the cost of one is measured */
     int64_t mask;       /* one step in mask + 1 has times of modules; 0: all but one in 64; EVERY_STEP: all */
     int64_t calls, steps;                /* timed calls, and steps in which none was left out, since the start */
@@ -196,7 +199,8 @@ PyObject *module_call_route(PyObject *module, PyObject *function);
 PyObject *module_call_unroute(PyObject *module, PyObject *function);
 int section_setup(PyObject *module);
 void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0, uint64_t value1);
-int count_forward(Recorder *self, int is_timed);
+int gradients_enabled(Recorder *self);
+int count_forward(Recorder *self, int is_timed, int gradients);
 PyObject *native_hook(PyObject *module, PyObject *args);
 PyObject *recorder_settle(Recorder *self, PyObject *args);
 PyObject *recorder_unsettle(Recorder *self, PyObject *unused);

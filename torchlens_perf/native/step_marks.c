@@ -172,10 +172,12 @@ static inline int is_only_pass(const StepMarks *marks)
     return marks->one_pass && marks->backward_passes == 0;
 }
 
+/* Python decides whether unusual forward passes without gradients are an evaluation. */
 static int is_python_due(Recorder *self, int64_t now_ns)
 {
     StepMarks *marks = &self->marks;
-    return marks->busy || marks->without_gradient || marks->step_flags || now_ns >= marks->due_ns ||
+    int is_unusual = marks->without_gradient && marks->passes_lead < 0;
+    return marks->busy || is_unusual || marks->step_flags || now_ns >= marks->due_ns ||
            self->header->step + 1 >= (uint64_t)marks->due_step || compiled_frames(marks) != marks->kept[COMPILED];
 }
 
@@ -191,6 +193,8 @@ static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end, int6
                (uint64_t)passes | (uint64_t)(marks->workload + 1) << WORKLOAD_SHIFT);
     marks->training_steps++;
     marks->quiet_steps++;
+    marks->passes_lead += marks->without_gradient ? 1 : -1;
+    marks->without_gradient = 0;
     marks->one_pass = backwards == 1;
     marks->forward_passes = marks->backward_passes = marks->passes = 0;
     marks->workload = -1;
@@ -468,20 +472,28 @@ static PyObject *next_batch(PyObject *parts, PyObject *const *args, Py_ssize_t c
     return batch;
 }
 
-/* At the end of an outermost module's call. Returns 0 if Python has to count the call. Of a module that is not timed, such as
- * a copy with averaged weights, only a pass without gradients counts. */
-int count_forward(Recorder *self, int is_timed)
+/* Whether the calling thread computes gradients: 1, 0, or -1 if that is not known. */
+int gradients_enabled(Recorder *self)
 {
-    PyObject *is_enabled = !is_timed || quiet_recorder() == self ? self->marks.kept[GRAD_ENABLED] : NULL;
+    PyObject *is_enabled = self->marks.kept[GRAD_ENABLED];
     PyObject *enabled = is_enabled != NULL ? PyObject_CallNoArgs(is_enabled) : NULL;
-    if (enabled != Py_True && enabled != Py_False) {
-        Py_XDECREF(enabled);
+    int answer = enabled == Py_True ? 1 : enabled == Py_False ? 0 : -1;
+    Py_XDECREF(enabled);
+    if (answer < 0) {
         pass_on(NULL);
+    }
+    return answer;
+}
+
+/* At the end of an outermost module's call, of which gradients_enabled() is known. Returns 0 if Python has to count the
+ * call. Of a module that is not timed, such as a copy with averaged weights, only a pass without gradients counts. */
+int count_forward(Recorder *self, int is_timed, int gradients)
+{
+    if (gradients < 0 || (is_timed && quiet_recorder() != self)) {
         return 0;
     }
-    self->marks.forward_passes += is_timed && enabled == Py_True;
-    self->marks.without_gradient |= enabled == Py_False;
-    Py_DECREF(enabled);
+    self->marks.forward_passes += is_timed && gradients;
+    self->marks.without_gradient |= !gradients;
     return 1;
 }
 

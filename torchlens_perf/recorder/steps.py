@@ -258,17 +258,18 @@ class EvaluationRule:
     def __init__(self) -> None:
         self.steps = 0
         """Number of steps so far."""
-        self._without_gradient = 0
+        self.lead = 0
+        """Twice the number of steps with such passes, minus the number of all steps."""
 
     def restart(self) -> None:
         """Start again after the end of steps has moved to another event."""
-        self.steps = self._without_gradient = 1
+        self.steps = self.lead = 1
 
     def decide_step_end(self, *, without_gradient: bool) -> bool:
         """Return True if the ending step contains an evaluation. without_gradient: True if the step
         had forward passes without gradients.
         """
-        usual = self.steps > 0 and 2 * self._without_gradient >= self.steps
+        usual = self.steps > 0 and self.lead >= 0
         self.steps += 1
-        self._without_gradient += without_gradient
+        self.lead += 1 if without_gradient else -1
         return without_gradient and not usual

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from torchlens_perf.run.records import PASSES
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
 
@@ -79,11 +80,11 @@ def _compare_with_measurement(processes: Mapping[int, ProcessState]) -> tuple[fl
     calibrated_ns = measured_ns = error_ns = 0.0
     for process in processes.values():
         statistics, cost = process.statistics, process.statistics.module_cost.estimate()
-        # The call of a root is timed in each step.
+        # The calls of a root are timed in each step, and so are passes without gradients.
         calls = sum(
             sketch.count
             for name, sketch in statistics.modules.items()
-            if name not in process.facts.root_modules
+            if name not in (PASSES, *process.facts.root_modules)
         )
         if cost is not None and calls:
             calibrated_ns += _mark_ns(process) * calls / statistics.module_steps

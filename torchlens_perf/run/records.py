@@ -19,6 +19,11 @@ PARTS = ("data", "forward", "recompute", "backward", "optimizer", "communication
 OWN_PARTS = ("data", "forward", "recompute", "backward", "optimizer", "host")
 OWN_COLUMNS = [PARTS.index(part) for part in OWN_PARTS]
 """Indexes of OWN_PARTS in PARTS."""
+PASSES = "passes without gradients"
+WITHOUT_GRADIENTS = f"forward {PASSES}"
+"""Name of these passes in a loop that trains, whichever module runs them: a reference, teacher or EMA
+network, or the model itself in an evaluation, a rollout or sampling. Among the modules, their name
+is PASSES."""
 
 
 class Span(NamedTuple):

@@ -15,7 +15,8 @@ import numpy as np
 from msgspec import structs
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.analysis.statistics.step_mix import STOPPED, WITHOUT_GRADIENTS
+from torchlens_perf.analysis.statistics.step_mix import STOPPED
+from torchlens_perf.run.records import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
 from torchlens_perf.verdicts.verdict import (

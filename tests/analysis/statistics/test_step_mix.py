@@ -16,13 +16,12 @@ from tests.support.tables import mixed_table
 from torchlens_perf.analysis.statistics.step_mix import (
     LACK_OF_CPU,
     MEASURED,
-    WITHOUT_GRADIENTS,
     StepClasses,
     StepMix,
     classify_steps,
 )
 from torchlens_perf.analysis.statistics.time_account import CPU
-from torchlens_perf.run.records import StepTable
+from torchlens_perf.run.records import WITHOUT_GRADIENTS, StepTable
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.node_state import encode_json
 

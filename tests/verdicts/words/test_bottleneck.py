@@ -20,10 +20,14 @@ from torchlens_perf.analysis.statistics.time_account import TimeAccount
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.run.records import OWN_PARTS, PARTS, PASSES
 from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.words.bottleneck import TypicalStepEvidence, break_down_step
+from torchlens_perf.verdicts.words.bottleneck import (
+    TypicalStepEvidence,
+    break_down_step,
+    build_step_verdicts,
+)
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.view.specs import Quantity
 from torchlens_perf.view.tables import build_tables
@@ -447,6 +451,21 @@ def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, a
         "what took the time is said where it is another part"
     )
     assert long.sentence.endswith(f"Next: {action}")
+
+
+@pytest.mark.parametrize(("name", "passes_ms"), [(PASSES, 3.0), (PASSES, 0.5), ("encoder", 3.0)])
+def test_forward_passes_without_gradients_in_each_step_are_named(
+    name: str, passes_ms: float
+) -> None:
+    """A small part of the step is not worth a sentence, and no module of a model is called that."""
+    report = report_on([dict(BASE) for _ in range(40)])
+    row = {"name": name, "is_root": False, "own_s_per_step": passes_ms / 1e3, "has_untimed": False}
+    (verdict,) = build_step_verdicts(cast("Any", {**report, "modules": [row]}))
+    is_named = name == PASSES and passes_ms == 3.0
+    named = "Forward passes without gradients take 19% (3.00 ms) of the step: a reference, teacher"
+    assert (named in verdict.sentence) is is_named
+    advice = "make fewer of the passes without gradients"
+    assert (advice in verdict.action) is (name == PASSES)
 
 
 def test_long_steps_of_one_kind_are_one_verdict() -> None:

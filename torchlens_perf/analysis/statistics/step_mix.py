@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount
-from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.records import OWN_PARTS, PARTS, WITHOUT_GRADIENTS, StepTable
 from torchlens_perf.run.ring import Flag
 
 _BINS_PER_DOUBLING = 16  # 4.4 % wide
@@ -56,7 +56,6 @@ _MIN_PERIODIC = 4
 LACK_OF_CPU = CPU
 """Name of the part for time in which the thread was runnable but not scheduled."""
 STOPPED = "stopped process"
-WITHOUT_GRADIENTS = "forward passes without gradients"
 # Names of work that only some steps do. A step with several flags has several names.
 _KINDS = {
     Flag.STOPPED: STOPPED,

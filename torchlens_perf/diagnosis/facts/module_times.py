@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.run.operators import Pass
+from torchlens_perf.run.records import PASSES
 from torchlens_perf.run.sketch import PER_OCTAVE, Sketch, merge_sketches
 
 if TYPE_CHECKING:
@@ -71,13 +72,16 @@ def _sample_sketches(statistics: RankStatistics) -> Mapping[str, Sketch]:
 
 
 def _calls_per_step(statistics: RankStatistics) -> dict[str, float]:
-    """Return the calls per step of each module that the device has timed."""
+    """Return the calls per step of each module that the device has timed.
+
+    Passes without gradients may be of several modules.
+    """
     if not statistics.module_steps:
         return {}
     return {
         name: statistics.modules[name].count / statistics.module_steps
         for name in statistics.device.modules
-        if name in statistics.modules
+        if name in statistics.modules and name != PASSES
     }
 
 

@@ -29,6 +29,7 @@ from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
 from torchlens_perf.recorder.training_thread import Work
+from torchlens_perf.run.records import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
@@ -388,6 +389,7 @@ class TrainingLoop:
             state = (sample.place, sample.last_gradient, sample.passes)
         name_id = self._session.intern(f"optimizer {known.class_name}")
         entries = (id(optimizer), name_id), *[(id(optimizer), None)] * (calls - 1)
+        self._recorder.passes_lead = self._evaluations.lead
         self._recorder.settle(known.reference, name_id, entries, *state)
 
     def _take_over(self) -> None:
@@ -399,6 +401,7 @@ class TrainingLoop:
         for sample in samples:
             sample.last_gradient, sample.passes = gradient, passes
         self._evaluations.steps += recorder.quiet_steps
+        self._evaluations.lead = recorder.passes_lead
         self._rule.alone += recorder.quiet_steps
         recorder.quiet_steps = 0
         self._rule.learned = recorder.backward_passes > 0
@@ -491,6 +494,7 @@ class TrainingLoop:
         )
         self._optimizers[id(optimizer)] = added
         self._patience.clear()
+        self._recorder.passes_name = self._session.intern(WITHOUT_GRADIENTS)
         self._accumulation.add_optimizer(optimizer)
         self._has_news = True
         return added
@@ -584,6 +588,7 @@ class TrainingLoop:
 
     def _count_backwards_as_steps(self) -> None:
         self._has_news = True
+        self._recorder.passes_name = self._session.intern(WITHOUT_GRADIENTS)
         self._session.note(
             "no optimizer's step was seen: each backward pass counts as a step. To mark where a"
             " step ends, call w.step() at the end of your loop"

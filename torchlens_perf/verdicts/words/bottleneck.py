@@ -30,7 +30,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
 )
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, mean_by_part
 from torchlens_perf.run.loader_period import hidden_data_wait
-from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.run.records import OWN_PARTS, PARTS, PASSES
 from torchlens_perf.verdicts.long_steps import LongSteps, join_long_steps
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, NamedUse, RunLength, Verdict
@@ -452,6 +452,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     notes = [
         _describe_starved_part(everything) if first.kind == _LACK.kind else "",
+        _describe_passes(report, step_s),
         _hidden_data_wait_text(report, found),
         _equal_waits_caveat(first, waits_s),
         _describe_kinds_of_steps(report),
@@ -475,6 +476,17 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         uses=_name_uses(first, *worth),
         notes=tuple(filter(None, notes)),
         evidence=TypicalStepEvidence(typical_step_s=step_s, uses_s=uses_s, gap=gap),
+    )
+
+
+def _describe_passes(report: Facts, step_s: float) -> str:
+    """Return a sentence on the forward passes without gradients of a typical step, or ""."""
+    passes_s = sum(row["own_s_per_step"] for row in report["modules"] if row["name"] == PASSES)
+    if passes_s < _LONG_WORTH_NAMING * step_s:
+        return ""
+    return (
+        f"Forward {PASSES} take {_format_share(passes_s, step_s)} of the step: a reference, teacher"
+        " or EMA network, evaluation or sampling."
     )
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
-from torchlens_perf.analysis.statistics.step_mix import (
-    LACK_OF_CPU,
-    STOPPED,
-    WITHOUT_GRADIENTS,
-)
+from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, STOPPED
+from torchlens_perf.run.records import WITHOUT_GRADIENTS
 from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, RunLength, Verdict

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.run.records import PASSES
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.stragglers import module_label
 
@@ -31,6 +32,8 @@ def computing_action(report: Facts) -> str:
         return "time modules: watch(model)."
     if report["run"]["judged_by"] == DEVICE and not (rows[0]["is_root"] and len(rows) == 1):
         return _device_action(report)
+    if rows[0]["name"] == PASSES:
+        return f"make fewer of the {PASSES}, or use larger batches in them."
     name = module_label(rows[0]["name"])
     if rows[0]["is_root"] and len(rows) > 1:
         return (
