@@ -107,6 +107,26 @@ def test_steps_are_divided_by_their_parts_and_by_what_only_some_of_them_do() -> 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (Flag.EVALUATION, "without_gradients"),
+        (Flag.EVALUATION | Flag.CHECKPOINT, "without_gradients"),
+        (Flag.EVALUATION | Flag.EVALUATED, "evaluation"),
+    ],
+)
+def test_passes_without_gradients_are_an_evaluation_only_if_the_job_says_so(
+    flags: Flag, name: str
+) -> None:
+    """Rollouts of reinforcement learning are passes without gradients, too."""
+    steps: list[dict[str, Any]] = [dict(TRAIN) for _ in range(40)]
+    steps[20] = {**TRAIN, "forward": 1060.0, "flags": flags}
+    found = seconds(build_goodput([state_of(process(steps))], []))
+
+    assert found[name] == pytest.approx(1.0, rel=0.01)
+    assert not {"evaluation", "without_gradients"} & found.keys() - {name}
+
+
 def test_mean_over_ranks_is_shown_and_a_later_rank_starts_up_longer() -> None:
     ranks = [
         process([TRAIN] * 20, rank=rank, process_began_ns=clock_ns(-10), after_s=rank)

@@ -6,8 +6,9 @@ classes apply, the first of these rules decides:
 1. Steps that a later attempt made again are lost work, except for what they evaluate and save.
 2. A hang lasts as long as its finding. A straggler's loss is the `lost_s` of its verdicts.
 3. Steps that compile, evaluate or save are as long as the median of the other steps. The excess
-   belongs to compilation, then evaluation, then saving. `torch.save` in an evaluating step is
-   saving.
+   belongs to compilation, then evaluation, then passes without gradients, then saving.
+   `torch.save` in an evaluating step is saving. Untagged passes without gradients may be rollouts of
+   reinforcement learning.
 4. The rest of a step is divided by its parts: waiting for data, waiting in communication, and
    productive time, which includes host code.
 """
@@ -25,6 +26,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
     mean_duration_ns,
     sum_time,
 )
+from torchlens_perf.run.records import PASSES
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.report_goodput import Goodput, JobAttempt, TimeClass
@@ -43,6 +45,7 @@ CLASSES = {
     "communication": "exposed communication",
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
+    "without_gradients": PASSES,
     "restart": "restart",
     "lost_work": "lost work",
     "hang": "hang",
@@ -58,8 +61,8 @@ _EXCESS: Mapping[Flag, str] = {
     Flag.STOPPED: "idle",
     Flag.CAPTURED: "other",
     Flag.COMPILED: "startup",
-    Flag.EVALUATION: "evaluation",
     Flag.EVALUATED: "evaluation",
+    Flag.EVALUATION: "without_gradients",
     Flag.CHECKPOINT: "checkpoint",
 }
 """The class of a step's excess over the median, by its flag. The first flag of a step decides."""
@@ -334,7 +337,7 @@ def _account_rank(
             rest_ns += each.duration_ns
             continue
         rest_ns += each.duration_ns - excess_ns
-        if name == "evaluation" and flags & Flag.CHECKPOINT:
+        if flags & Flag.EVALUATION and flags & Flag.CHECKPOINT:
             saving_ns = min(excess_ns, float(each.explained_ns[_SAVING]))
             found["checkpoint"] += saving_ns / 1e9
             excess_ns -= saving_ns
