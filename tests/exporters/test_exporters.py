@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 
-from tests.support.findings import PLACES, episode, findings, hang
+from tests.support.findings import PLACES, episode, findings, hang, shared
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
@@ -562,16 +562,16 @@ def test_problem_gauges_are_zero_after_the_problems_end_and_then_missing() -> No
     )
 
 
-@pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
+@pytest.mark.parametrize(("cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
 def test_each_rank_of_a_slow_node_has_the_joint_cost(
-    shared_cost_ns: float | None, cost_s: float | None
+    cost_ns: float | None, cost_s: float | None
 ) -> None:
     """The joint cost is the time lost by all slow ranks of the node together.
 
     If the joint cost is unknown, no point is sent.
     """
     sender = Metrics()
-    node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
+    node = [episode(rank, cost_ns=0.0, shared=cost_ns and shared(cost_ns)) for rank in range(4)]
     sender.on_assessment(assessment_of(findings(*node, episode(6))))
     now = gauges(sender)
     costs = {key[1]: value for key, value in now.items() if key[0] == semantics.STRAGGLER_COST}

@@ -12,14 +12,18 @@ from tests.support.reports import as_json
 from tests.support.simulations import simulation
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.commands.simulate import record_simulation
+from torchlens_perf.diagnosis.what_if import Replay, parse_change
 from torchlens_perf.exporters import Assessment, semantics
 from torchlens_perf.page.document.html import build_document
 from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.report.build import build_report
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.report.usual_steps import read_usual_steps
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.verdicts.node_state import NodeState, load_all
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.view.terminal import render_full
 
 SLOW = (0, 3)
@@ -50,8 +54,8 @@ def test_each_of_two_slow_ranks_has_a_low_cost_and_a_high_shared_cost(state: Nod
 
     assert set(now) == set(SLOW)
     assert all(each.cost_ns < 0.25 * each.excess_ns for each in now.values())
-    assert len({each.shared_cost_ns for each in now.values()}) == 1
-    assert all((each.shared_cost_ns or 0.0) > 0.7 * each.excess_ns for each in now.values())
+    assert len({each.shared and each.shared.cost_ns for each in now.values()}) == 1
+    assert all(each.shared and each.shared.cost_ns > 0.7 * each.excess_ns for each in now.values())
 
 
 def test_every_screen_shows_the_joint_cost_of_slow_ranks(
@@ -59,8 +63,7 @@ def test_every_screen_shows_the_joint_cost_of_slow_ranks(
 ) -> None:
     """The screens are terminal, page, JSON and gauge. The cost of one rank alone is not shown."""
     report = build_report(run.run_id, [state])
-    (joint_ns,) = {each.shared_cost_ns for each in state.findings.episodes}
-    assert joint_ns is not None
+    (joint_ns,) = {each.shared.cost_ns for each in state.findings.episodes if each.shared}
     rows = [row for row in as_json(report)["verdicts"] if row["kind"] == "straggler"]
     terminal = " ".join(render_full(report, str(run.path), columns=120, color=False).split())
     page = build_document(gather_contents(run))
@@ -100,6 +103,74 @@ def test_joint_cost_is_one_loss_of_goodput(run: RunDirectory, state: NodeState) 
     assert goodput.classes["straggler"].seconds == pytest.approx(
         max(map(float, filter(None, lost_s)))
     )
+
+
+def test_gain_of_repairing_one_rank_is_that_of_its_verdict(run: RunDirectory) -> None:
+    """One of two slow ranks gains less than both, and both gain no more than all."""
+    report = load_report(run)
+    verdicts = [row for row in report["verdicts"] if row.kind == "straggler"]
+    times = read_usual_steps(run, report, load_all(run))
+    assert times is not None
+    replay = Replay(times, report, report["verdicts"])
+    gain_s = {}
+    for ranks in ("0", "3", "0,3", "all"):
+        change = replay.predict([parse_change(f"rank={ranks}@median")])
+        assert change is not None
+        gain_s[ranks] = change.gain_s
+
+    own_s = {str(row.rank): row.evidence.own_cost_s for row in verdicts}
+    assert {ranks: gain_s[ranks] for ranks in own_s} == own_s
+    assert max(gain_s["0"], gain_s["3"]) < gain_s["0,3"] <= gain_s["all"]
+    assert all(
+        f"Repairing only this rank gains {_amount(own)}" in row.sentence
+        for row in verdicts
+        for own in [row.evidence.own_cost_s]
+    )
+
+
+def _amount(seconds: float | None) -> str:
+    return f"{format_duration(seconds)} a step" if seconds else "nothing"
+
+
+def _lost_times(folder: Path, *faults: str, steps: int) -> tuple[dict[int | None, Verdict], float]:
+    """Return the verdicts on slow ranks of a simulated run, and their loss in goodput in seconds."""
+    run = RunDirectory(folder / "run")
+    run.create()
+    record_simulation(
+        simulation(*faults, topology=Topology(8, node_size=8)), steps, run, "simulated"
+    )
+    report = build_report(run.run_id, load_all(run))
+    goodput = report["goodput"]
+    assert goodput is not None
+    loss_s = goodput.classes["straggler"].seconds
+    assert loss_s is not None
+    return {row.rank: row for row in report["verdicts"] if row.kind.startswith("straggler")}, loss_s
+
+
+def test_steps_with_one_slow_rank_do_not_have_the_cost_of_two(tmp_path: Path) -> None:
+    """Rank 5 alone costs about 30 ms, and 60 ms together with rank 1 in half of the steps."""
+    slow, loss_s = _lost_times(
+        tmp_path, "constant:rank=5,share=0.15", "constant:rank=1,share=0.3,since=100", steps=200
+    )
+    joint_s = slow[5].cost_s_per_step
+    assert joint_s is not None
+    assert slow[5].since_step == 0
+    assert slow[1].since_step == pytest.approx(100, abs=8)
+    assert loss_s == slow[5].lost_s
+    assert 100 * joint_s < loss_s < 165 * joint_s
+
+
+def test_ranks_that_were_slow_together_have_cost_the_job_once(tmp_path: Path) -> None:
+    slow, loss_s = _lost_times(
+        tmp_path,
+        "constant:rank=5,share=0.2,until=80",
+        "constant:rank=1,share=0.2,until=80",
+        steps=200,
+    )
+    assert {row.kind for row in slow.values()} == {"straggler_ended"}
+    lost_s = {row.rank: row.lost_s for row in slow.values()}
+    assert lost_s[5] == pytest.approx(lost_s[1], rel=0.1)
+    assert loss_s == max(lost_s[5] or 0.0, lost_s[1] or 0.0)
 
 
 def test_rank_that_was_slow_has_cost_the_job_only_while_it_was_slow(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
 from torchlens_perf.verdicts.slow_links import SlowLinkEvidence
-from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Verdict
@@ -35,6 +35,11 @@ def episode(rank: int = 3, since: int = 100, until: int | None = None, **changed
         "slow_share": 1.0, "slow_excess_ns": 20 * MS, "more_workload": 0.0,
     }  # fmt: skip
     return Episode(**{**values, **changed})
+
+
+def shared(cost_ns: float, gain_ns: float = 0.0, since: int = 100) -> SharedCost:
+    """Return the cost of a rank that is slow together with others."""
+    return SharedCost(cost_ns, gain_ns, cost_ns / 2, since)
 
 
 def findings(*episodes: Episode, **changed: Any) -> Findings:

@@ -8,7 +8,7 @@ import itertools
 import pytest
 from msgspec import structs
 
-from tests.support.findings import PLACES, episode, findings, hang, slow_links
+from tests.support.findings import PLACES, episode, findings, hang, shared, slow_links
 from tests.support.saved import save_and_load
 from tests.support.simulations import simulation
 from torchlens_perf.run.verdicts import Alert
@@ -183,7 +183,12 @@ def test_slow_node_is_one_alert_with_its_shared_cost(
 ) -> None:
     """Each rank of the slow node alone costs nothing."""
     slow = [
-        episode(rank, excess_ns=20e6 + rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns)
+        episode(
+            rank,
+            excess_ns=20e6 + rank,
+            cost_ns=0.0,
+            shared=shared_cost_ns and shared(shared_cost_ns),
+        )
         for rank in range(4)
     ]
     log = FindingLog("run")
@@ -223,7 +228,7 @@ def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> No
             *(
                 episode(
                     rank, first - 12, until if step >= until + 5 else None, named_step=first,
-                    last_step=min(step, until + 4), cost_ns=0.0, shared_cost_ns=5e6,
+                    last_step=min(step, until + 4), cost_ns=0.0, shared=shared(5e6),
                 )
                 for (rank, first), until in named.items()
                 if step >= first

@@ -26,6 +26,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
     mean_duration_ns,
     sum_time,
 )
+from torchlens_perf.diagnosis.lost_time import join_shared_costs
 from torchlens_perf.run.records import PASSES
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -80,15 +81,15 @@ class StragglerLoss(NamedTuple):
 
 def find_losses(rows: Sequence[Verdict]) -> list[StragglerLoss]:
     """Return the losses by slow ranks. Verdicts that share one cost have one loss: the largest."""
-    found: dict[object, StragglerLoss] = {}
-    for place, row in enumerate(rows):
-        if not row.kind.startswith("straggler") or not row.lost_s:
-            continue
-        ranks, too = frozenset((*row.ranks, *row.evidence.slow_too)), row.evidence.slow_too
-        loss = StragglerLoss(row.lost_s, len(ranks), row.phase == "data")
-        key = ranks if too else place
-        found[key] = max(loss, found.get(key, loss))
-    return list(found.values())
+    return [
+        max(
+            StragglerLoss(
+                row.lost_s or 0.0, len({*row.ranks, *row.evidence.slow_too}), row.phase == "data"
+            )
+            for row in group
+        )
+        for group in join_shared_costs(rows)
+    ]
 
 
 def build_goodput(

@@ -8,6 +8,7 @@ avoid. What the critical rank computes longer than the median rank is imbalance,
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -67,14 +68,54 @@ class SlowRanks:
 
 def find_slow_ranks(verdicts: Sequence[Verdict]) -> list[SlowRanks]:
     """Return the slow ranks of current verdicts. Verdicts that share one cost are joined."""
-    found: dict[tuple[int, ...], SlowRanks] = {}
+    found: list[SlowRanks] = []
+    now = [row for row in verdicts if row.kind == "straggler" and not row.is_over]
+    for rows in join_shared_costs(now):
+        first = max(rows, key=lambda row: row.cost_s_per_step or 0.0)
+        ranks = tuple(sorted(set().union(*map(_ranks_of_cost, rows))))
+        since_step = max(row.since_step or 0 for row in rows)
+        cost_s, share = first.cost_s_per_step or 0.0, first.cost_share or 0.0
+        found.append(SlowRanks(ranks, cost_s, share, first.phase or "", since_step))
+    return found
+
+
+def find_own_costs(verdicts: Sequence[Verdict]) -> list[SlowRanks]:
+    """Return single ranks of current verdicts that share a cost, with the gain of their repair."""
+    return [
+        SlowRanks(
+            row.ranks,
+            own_s,
+            (row.cost_share or 0.0) * own_s / row.cost_s_per_step,
+            row.phase or "",
+            row.since_step or 0,
+        )
+        for row in verdicts
+        if row.cost_s_per_step and (own_s := row.evidence.own_cost_s) is not None
+    ]
+
+
+def join_shared_costs(verdicts: Sequence[Verdict]) -> list[list[Verdict]]:
+    """Return verdicts on slow ranks that have a cost, in groups that share it in some steps."""
+    groups: list[list[Verdict]] = []
     for row in verdicts:
-        if row.kind == "straggler" and not row.is_over and row.cost_s_per_step:
-            ranks = tuple(sorted({*row.ranks, *row.evidence.slow_too}))
-            cost_s, share = row.cost_s_per_step, row.cost_share or 0.0
-            slow = SlowRanks(ranks, cost_s, share, row.phase or "", row.since_step or 0)
-            found.setdefault(ranks, slow)
-    return list(found.values())
+        if row.kind.startswith("straggler") and row.cost_s_per_step:
+            sharing = (each for each in groups if any(_share_cost(row, other) for other in each))
+            group = next(sharing, [])
+            if not group:
+                groups.append(group)
+            group.append(row)
+    return groups
+
+
+def _share_cost(*both: Verdict) -> bool:
+    ends = [row.held.until_step for row in both if row.held is not None and row.has_ended]
+    begin = max(row.since_step or 0 for row in both)
+    overlap = begin < min(filter(None, ends), default=math.inf)
+    return overlap and bool(set.intersection(*map(_ranks_of_cost, both)))
+
+
+def _ranks_of_cost(row: Verdict) -> set[int]:
+    return {*row.ranks, *row.evidence.slow_too}
 
 
 def begin_of_present(verdicts: Sequence[Verdict]) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.time_account import CPU, NO_PART, TimeAccount, find_cells
 from torchlens_perf.diagnosis.lost_time import (
+    find_own_costs,
     find_slow_ranks,
     mean_step_s,
     sum_transfers,
@@ -126,7 +127,7 @@ class Replay:
         """verdicts: the cost of a current one is the gain of repairing its ranks."""
         self._times = times
         self._facts = facts
-        self._slow = find_slow_ranks(verdicts)
+        self._slow = [*find_slow_ranks(verdicts), *find_own_costs(verdicts)]
         self._critical = times.account.select(times.critical)
         self._segments, self._rest_ns = _SEGMENTS[0], self._critical.sum_ns(["communication"])
         if not times.pipelined:

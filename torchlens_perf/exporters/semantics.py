@@ -210,7 +210,8 @@ METRICS = (
     Metric(ALLOC_RETRIES, "counter", "{retry}", _EACH_RANK, "allocations that first had to free cached memory",
         when=_DEVICE),
     Metric(OUT_OF_MEMORY, "counter", "{error}", _EACH_RANK, "out-of-memory errors", when=_DEVICE),
-    Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "time by which a step would be shorter without the slow ranks",
+    Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "time by which a step would be shorter"
+        " without all ranks that are slow together",
         when="a slow rank"),
     Metric(STRAGGLERS, "gauge", "{rank}", (STRAGGLER_CLASS,), "ranks that are slow now", when="ranks compared"),
     Metric(DETECTABLE, "gauge", "s", (), "smallest slowdown per step that would be reported by now",

@@ -49,6 +49,8 @@ class NamingVerdict:
     since_step: int | None
     until_step: int | None
     cost_s_per_step: float | None
+    own_cost_s: float | None
+    """With `slow_too`, the part of the cost that a repair of these ranks alone would save."""
 
     @property
     def place(self) -> tuple[list[int], slice]:
@@ -57,6 +59,8 @@ class NamingVerdict:
 
     def __str__(self) -> str:
         too = f" together with {format_rank_list(self.slow_too)}" if self.slow_too else ""
+        if self.own_cost_s is not None:
+            too += f", {format_duration(self.own_cost_s)} of it alone"
         cost = (
             "at an unknown cost"
             if self.cost_s_per_step is None
@@ -241,6 +245,7 @@ def _to_naming_verdict(row: Row) -> NamingVerdict:
         since,
         until,
         row["cost_s_per_step"],
+        evidence.get("own_cost_s"),
     )
 
 

@@ -100,6 +100,11 @@ class Evidence(Struct, frozen=True, tag_field="type"):
         return ()
 
     @property
+    def own_cost_s(self) -> float | None:
+        """For one rank with `slow_too`, the gain of repairing this rank alone; else None."""
+        return None
+
+    @property
     def cause(self) -> str:
         """Class of the cause; "" if there are no classes."""
         return ""

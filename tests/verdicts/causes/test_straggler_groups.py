@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.support.findings import episode, findings
+from tests.support.findings import episode, findings, shared
 from tests.support.planted import WORK_NS, Job, places
 from tests.support.saved import save_and_load
 from torchlens_perf.verdicts.causes.straggler_groups import (
@@ -59,7 +59,9 @@ def test_cost_of_a_node_is_the_time_saved_without_all_of_its_ranks() -> None:
     ended = judge.judge(final=True).episodes
     assert len(ended) == 8
     assert all(each.until_step is not None for each in ended)
-    assert [each.shared_cost_ns for each in ended] == pytest.approx([gain_ns] * 8, rel=0.1)
+    assert [each.shared and each.shared.cost_ns for each in ended] == pytest.approx(
+        [gain_ns] * 8, rel=0.1
+    )
 
 
 def test_cost_of_a_node_with_several_populations_is_the_highest_of_them() -> None:
@@ -168,8 +170,8 @@ def test_groups_are_ordered_by_cost_then_excess() -> None:
 def test_ranks_with_one_cost_have_one_share_of_the_step() -> None:
     """The share is of the steps since both are slow. Before, steps were shorter."""
     both = [
-        episode(1, 20, shared_cost_ns=30 * MS, step_ns=90 * MS),
-        episode(2, 60, shared_cost_ns=30 * MS, step_ns=120 * MS),
+        episode(1, 20, shared=shared(30 * MS), step_ns=90 * MS),
+        episode(2, 60, shared=shared(30 * MS), step_ns=120 * MS),
     ]
     found = find_straggler_groups(both, places(4))
 

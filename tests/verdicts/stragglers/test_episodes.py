@@ -13,7 +13,8 @@ from tests.support.saved import save_and_load
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.episodes import (
     Episode,
-    compute_shared_cost_ns,
+    SharedCost,
+    compute_shared_costs,
     measure_episode,
     phase_of_excess,
 )
@@ -154,12 +155,16 @@ def test_cost_is_the_excess_over_the_second_slowest_rank() -> None:
     assert episode_of(job, 2).cost_ns == 0.0
 
 
-def shared(job: Job, *ranks: int, first: int = 0) -> float:
-    """Return the shared cost of several ranks from bin `first` on."""
+def shared(job: Job, *ranks: int) -> float:
+    """Return the shared cost of several ranks."""
+    return shared_costs(job, *ranks)[0].cost_ns
+
+
+def shared_costs(job: Job, *ranks: int) -> list[SharedCost]:
     window = SlidingWindow(np.arange(job.ranks), 1)
     window.add_rows(job.block())
-    keys, present = window.comparable_rows(first, job.rows)
-    return compute_shared_cost_ns(window, np.array(ranks), np.delete(present, ranks), keys)
+    keys, present = window.comparable_rows(0, job.rows)
+    return compute_shared_costs(window, np.array(ranks), np.delete(present, ranks), keys)
 
 
 def test_ranks_that_cost_nothing_alone_have_a_shared_cost() -> None:
@@ -171,6 +176,14 @@ def test_ranks_that_cost_nothing_alone_have_a_shared_cost() -> None:
     assert shared(job.slow(2, 5000, "data", slice(40, 41)), 2, 3) == pytest.approx(
         15 * MS, rel=1e-4
     )  # A single stall.
+
+
+def test_each_rank_of_a_shared_cost_has_a_gain_and_a_cost_without_the_others() -> None:
+    found = shared_costs(Job.of(8, 60, noise=0.0).slow(2, 20).slow(3, 15).slow(6, 5), 2, 3, 6)
+
+    assert [each.cost_ns / MS for each in found] == pytest.approx([20, 20, 20], rel=1e-4)
+    assert [each.gain_ns / MS for each in found] == pytest.approx([5, 0, 0], abs=1e-3)
+    assert [each.lone_ns / MS for each in found] == pytest.approx([20, 15, 5], rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (4, 5, 6), (0, 1, 2, 3)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.findings import episode, findings
+from tests.support.findings import episode, findings, shared
 from tests.support.planted import places
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import (
@@ -130,7 +130,7 @@ def test_last_arrivals_count_only_for_enough_collectives_joined_by_kernels() -> 
 
 def test_location_of_a_slow_rank_has_the_name_of_its_host_or_node() -> None:
     at = {rank: dataclasses.replace(place, location="switch leaf3") for rank, place in AT.items()}
-    slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
+    slow = [episode(rank, shared=shared(15 * MS)) for rank in range(4)]
     (one,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(episode()), at))
     (node,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow), at))
 
@@ -385,11 +385,11 @@ def test_sentence_on_a_node_or_position_has_its_slowest_rank() -> None:
 
 def test_cost_of_a_node_is_shared_or_unknown() -> None:
     """After the end of the episodes, the cost is reported for each rank."""
-    known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
+    known = [episode(rank, cost_ns=0.4 * MS, shared=shared(19 * MS)) for rank in range(4, 8)]
     unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
     (told,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*known), AT))
     (not_told,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*unknown), AT))
-    over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared_cost_ns=19 * MS))
+    over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared=shared(19 * MS)))
     _, (was,) = build_straggler_verdicts(CONTEXT, add_straggler_groups(over, AT))
 
     assert "It costs the job 19.0 ms a step (19%), since step 100." in told.sentence
@@ -405,7 +405,7 @@ def test_cost_of_a_node_is_shared_or_unknown() -> None:
 
 def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
     slow = [
-        episode(rank, cost_ns=(rank - 1) * MS, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS)
+        episode(rank, excess_ns=(20 + rank) * MS, shared=shared(12 * MS, (rank - 1) * MS))
         for rank in (1, 4, 6)
     ]
     found = findings(*slow)
@@ -418,9 +418,9 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
         in now[0].sentence
     )
     assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].sentence
-    assert " since step 100. Alone, it costs 5.00 ms a step." in now[0].sentence
-    assert now[2].explanation.endswith(" Alone, it costs nothing.")
-    assert "Alone" not in verdict_on(episode()).sentence
+    assert " since step 100. Repairing only this rank gains 5.00 ms a step." in now[0].sentence
+    assert now[2].explanation.endswith(" Repairing only this rank gains nothing.")
+    assert "Repairing" not in verdict_on(episode()).sentence
     assert [verdict.evidence.slow_too for verdict in now] == [(1, 4), (1, 6), (4, 6)]
     assert [(each.cost_s_per_step, each.cost_share) for each in now] == [
         pytest.approx((0.012, 0.12))

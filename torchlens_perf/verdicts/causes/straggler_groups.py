@@ -85,9 +85,7 @@ def find_straggler_groups(
             *(slow_in[places.get(rank, Placement()).population] for rank in each.ranks)
         )
         slow_too = (
-            tuple(sorted(same.difference(each.ranks)))
-            if each.lead.shared_cost_ns is not None
-            else ()
+            tuple(sorted(same.difference(each.ranks))) if each.lead.shared is not None else ()
         )
         # Ranks that share one cost have one share of it: of the step since all of them are slow.
         last = max(

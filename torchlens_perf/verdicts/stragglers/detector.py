@@ -180,14 +180,13 @@ class StragglerDetector:
         The cost of a single slow rank may be zero, because without it, the job would wait for
         another slow rank.
         """
-        of_each = [population.compute_shared_costs_ns() for population in populations]
-        costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
-        shared_ns = {
-            rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()
-        }
+        of_each = [population.compute_shared_costs() for population in populations]
+        all_costs = {rank: cost for costs in of_each for rank, cost in costs.items()}
+        shared = {rank: cost for costs in of_each if len(costs) > 1 for rank, cost in costs.items()}
         # The ranks of a node or a position may do different work, but also wait for one another.
-        for group in group_slow(costs_ns.keys(), self.places) if len(costs_ns) > 1 else ():
-            known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
-            shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
+        for group in group_slow(all_costs.keys(), self.places) if len(all_costs) > 1 else ():
+            known = [cost for rank in group.ranks if (cost := all_costs[rank]) is not None]
+            largest = max(known, key=lambda cost: cost.cost_ns, default=None)
+            shared.update(dict.fromkeys(group.ranks, largest))
         for population in populations:
-            population.set_shared_costs(shared_ns)
+            population.set_shared_costs(shared)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,19 @@ _MUCH_HOST_CODE = 0.05
 _MOST = 0.5
 # The other ranks' usual times are computed from about this many ranks at most.
 _SAMPLE = 256
+
+
+class SharedCost(NamedTuple):
+    """Costs of one of several ranks that are slow together, in ns per step."""
+
+    cost_ns: float
+    """The time by which steps would end earlier without all of them."""
+    gain_ns: float
+    """The same without this rank only."""
+    lone_ns: float
+    """The same if this rank was the only slow one."""
+    from_step: int = 0
+    """The first step in which all of them are slow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +82,9 @@ class Episode:
     """Median excess in slow steps."""
     more_workload: float
     """Additional workload of the rank, as a share of the other ranks' workload; 0 if not known."""
-    shared_cost_ns: float | None = None
-    """The time by which the step would have ended earlier without all slow ranks that do the same
-    work. None if not known, or if there was never more than one."""
+    shared: SharedCost | None = None
+    """The cost of all slow ranks that do the same work. None if not known, or if there was never
+    more than one."""
     by_host: bool = False
     """True if the host is slow: the device waits for it in the slow phase."""
     by_windows: bool = False
@@ -180,27 +193,40 @@ def possible_gain_ns(
     return float(np.clip(own[-1] - own[:-1].max(axis=0), 0, np.maximum(excess_ns, 0)).mean())
 
 
-def compute_shared_cost_ns(
+def compute_shared_costs(
     window: SlidingWindow,
     together: npt.NDArray[np.int64],
     others: npt.NDArray[np.int64],
     keys: npt.NDArray[np.int64],
-) -> float:
-    """Return the mean time by which the rows `keys` would have ended earlier without several ranks.
+) -> list[SharedCost]:
+    """Return, for each of several slow ranks, their shared cost in the rows `keys`.
 
     The time gained without as many healthy ranks is noise, and is subtracted. together, others:
     positions of the slow and of the healthy ranks in `window`. Rows with a single stall are
     ignored.
     """
-    own = _work_and_cpu_wait_ns(window, np.append(others, together), keys % window.columns)
-    theirs, own = own[len(others) :].max(axis=0), own[: len(others)]
-    excess = theirs - np.median(own, axis=0)
+    healthy, slow = (
+        _work_and_cpu_wait_ns(window, ranks, keys % window.columns) for ranks in (others, together)
+    )
+    excess = slow.max(axis=0) - np.median(healthy, axis=0)
     usual_rows = limit_stalls(excess, estimate_noise(excess[None])) == excess
+    healthy, slow = healthy[:, usual_rows], slow[:, usual_rows]
     teams = [
-        own[first : first + len(together)].max(axis=0)
+        healthy[first : first + len(together)].max(axis=0)
         for first in range(0, len(others), len(together))
     ]
-    return _gain_without_last_ns(np.stack([*teams, theirs])[:, usual_rows])
+    cost_ns = _gain_without_last_ns(np.stack([*teams, slow.max(axis=0)]))
+    gains = _gains_without_each_ns(np.concatenate([healthy, slow]))
+    noise_ns = float(np.median(_gains_without_each_ns(healthy)))
+    lone = np.clip(slow - healthy.max(axis=0), 0, None).mean(axis=1)
+    return [
+        SharedCost(
+            cost_ns,
+            min(cost_ns, float(gain)),
+            min(cost_ns, max(0.0, float(alone) - noise_ns)),
+        )
+        for gain, alone in zip(gains[len(others) :], lone, strict=True)
+    ]
 
 
 def _work_and_cpu_wait_ns(
@@ -229,13 +255,18 @@ def _gain_without_last_ns(own: npt.NDArray[np.float32]) -> float:
     The median of the times gained without one of the other ranks is subtracted. own: times of
     [ranks or groups of ranks, rows].
     """
+    gains = _gains_without_each_ns(own)
+    return max(0.0, float(gains[-1] - np.median(gains[:-1])))
+
+
+def _gains_without_each_ns(own: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the mean time by which rows would end earlier without each of the ranks in `own`."""
     last, columns = own.argmax(axis=0), np.arange(own.shape[1])
     largest = own[last, columns]
     own[last, columns] = -np.inf
     second = own.max(axis=0)
     own[last, columns] = largest
-    gains = np.where(own == largest, largest - second, 0.0).mean(axis=1)
-    return max(0.0, float(gains[-1] - np.median(gains[:-1])))
+    return np.where(own == largest, largest - second, np.float32(0.0)).mean(axis=1)
 
 
 def phase_of_excess(

@@ -92,11 +92,14 @@ class StragglerGroup:
         This cost differs from the sum of the ranks' costs: without one of eight slow ranks, the job
         still waits for the other seven.
         """
-        return (
-            self.lead.cost_ns
-            if self.kind == "rank" and not self.slow_too
-            else self.lead.shared_cost_ns
-        )
+        if self.is_shared:
+            return None if self.lead.shared is None else self.lead.shared.cost_ns
+        return self.lead.cost_ns
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the cost is that of several ranks."""
+        return self.kind != "rank" or bool(self.slow_too)
 
     @property
     def cost_share(self) -> float | None:
@@ -158,6 +161,17 @@ class Findings:
     def slow_before(self) -> tuple[Episode, ...]:
         """The ended episodes, the costliest first."""
         return tuple(each for each in self.episodes if each.is_over)
+
+    def find_slow_with(self, episode: Episode) -> list[Episode]:
+        """Return the episodes of other ranks that have steps in common with an episode."""
+        until = episode.until_step or self.last_step + 1
+        return [
+            each
+            for each in self.episodes
+            if each.rank != episode.rank
+            and each.since_step < until
+            and episode.since_step < (each.until_step or until)
+        ]
 
     def with_episodes(self, episodes: Iterable[Episode], **changed: Any) -> Findings:
         """Return a copy with these episodes. Open and costly episodes are sorted first."""

@@ -40,7 +40,7 @@ from torchlens_perf.verdicts.stragglers.candidates import (
     MIN_ROWS,
     MIN_SHARE,
 )
-from torchlens_perf.verdicts.stragglers.episodes import Episode, phase_of_excess
+from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost, phase_of_excess
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES
 
 if TYPE_CHECKING:
@@ -156,16 +156,22 @@ class MergedWindows:
 
     def episodes(self) -> list[Episode]:
         """Return the episodes of ranks that are or were slow."""
-        now = [each for each in self._slow.values() if each.named_step is not None]
-        newest = list(self.windows)[-MIN_WINDOWS:]
-        shared_ns = None
-        if len(now) > 1:
-            shared_ns = float(
-                np.mean([window.gain_without_ns(*(each.rank for each in now)) for window in newest])
-            )
+        now = [_build_episode(each) for each in self._slow.values() if each.named_step is not None]
         before = [_build_episode(each) for each in self._over if each.named_step is not None]
+        if len(now) < 2:
+            return [*now, *before]
+        newest, ranks = list(self.windows)[-MIN_WINDOWS:], [each.rank for each in now]
+        shared_ns = float(np.mean([window.gain_without_ns(*ranks) for window in newest]))
+        from_step = max(each.since_step for each in now)
+        costs = [
+            SharedCost(shared_ns, each.cost_ns, min(shared_ns, each.excess_ns), from_step)
+            for each in now
+        ]
         return [
-            *(dataclasses.replace(_build_episode(each), shared_cost_ns=shared_ns) for each in now),
+            *(
+                dataclasses.replace(each, shared=cost)
+                for each, cost in zip(now, costs, strict=True)
+            ),
             *before,
         ]
 

@@ -11,7 +11,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, SuspectSearch
-from torchlens_perf.verdicts.stragglers.episodes import Episode, compute_shared_cost_ns
+from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost, compute_shared_costs
 from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_recovery
 from torchlens_perf.verdicts.stragglers.window import BinBatch, SlidingWindow
 
@@ -298,18 +298,18 @@ class Population:
         # The episodes of a rank are in the order of their steps.
         return {each.rank: each.until_step for each in self.episodes if each.until_step is not None}
 
-    def set_shared_costs(self, cost_ns: Mapping[int, float | None]) -> None:
+    def set_shared_costs(self, costs: Mapping[int, SharedCost | None]) -> None:
         """Set the shared costs of the open episodes of these ranks."""
         self.episodes = [
             (
-                dataclasses.replace(each, shared_cost_ns=cost_ns[each.rank])
-                if not each.is_over and each.rank in cost_ns
+                dataclasses.replace(each, shared=costs[each.rank])
+                if not each.is_over and each.rank in costs
                 else each
             )
             for each in self.episodes
         ]
 
-    def compute_shared_costs_ns(self) -> dict[int, float | None]:
+    def compute_shared_costs(self) -> dict[int, SharedCost | None]:
         """Return the shared cost for each slow rank; None if it is not known.
 
         The shared cost is the time by which steps would end earlier without all slow ranks, in the
@@ -325,7 +325,20 @@ class Population:
         slow = np.isin(window.ranks[present], ranks)
         if not len(keys) or not slow.any() or slow.all():
             return dict.fromkeys(ranks)
-        cost_ns = compute_shared_cost_ns(window, present[slow], present[~slow], keys)
+        found = compute_shared_costs(window, present[slow], present[~slow], keys)
         # As in measure_episode(), a cost never exceeds the excess: the job may also wait because a
         # rank lacks a CPU, but this wait is not part of the rank's excess.
-        return dict.fromkeys(ranks, min(cost_ns, max(each.excess_ns for each in together)))
+        most_ns = max(each.excess_ns for each in together)
+        from_step = max(each.since_step for each in together)
+        limited = [
+            SharedCost(
+                min(each.cost_ns, most_ns),
+                min(each.gain_ns, most_ns),
+                min(each.lone_ns, most_ns),
+                from_step,
+            )
+            for each in found
+        ]
+        return dict.fromkeys(ranks) | dict(
+            zip(window.ranks[present[slow]].tolist(), limited, strict=True)
+        )

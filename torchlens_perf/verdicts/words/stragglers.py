@@ -86,6 +86,17 @@ class SlownessEvidence(Evidence, frozen=True, kw_only=True):
     excess_when_slow_s: float
     more_workload: float
     """Additional workload of the slowest rank, as a share of the other ranks' workload."""
+    together_since: int | None
+    """The first step in which all ranks were slow whose cost this is; None for one rank's cost."""
+    lone_cost_s: float
+    """The cost before that step, in which this rank was slow without the others."""
+
+    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
+        lost_s, since = super().compute_lost_s(verdict, run), verdict.since_step
+        if lost_s is None or since is None or self.together_since is None:
+            return lost_s
+        before = min(max(0, self.together_since - since), run.steps)
+        return lost_s - before * ((verdict.cost_s_per_step or 0.0) - self.lone_cost_s)
 
     def describe_pattern(self) -> str:
         """Return clauses on when and why the rank is slow, which may be ""."""
@@ -112,7 +123,7 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     slow_too: tuple[int, ...]
     """Other slow ranks that do the same work. They are included in the verdict's cost."""
     own_cost_s: float | None
-    """For one rank with `slow_too`, the cost of this rank alone; else None."""
+    """For one rank with `slow_too`, the gain of repairing this rank alone; else None."""
     compared: int
     """Number of compared ranks."""
     by_host: bool
@@ -150,10 +161,11 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         return f"{measured}{self._describe_own_cost()}"
 
     def _describe_own_cost(self) -> str:
-        """Return a sentence on what the rank alone costs, next to a cost of several ranks; else ""."""
+        """Return a sentence on the gain of repairing only the rank, next to a cost of several ranks;
+        else ""."""
         own_s = self.own_cost_s
-        costs = f"{format_duration(own_s)} a step" if own_s else "nothing"
-        return "" if own_s is None else f" Alone, it costs {costs}."
+        gains = f"{format_duration(own_s)} a step" if own_s else "nothing"
+        return "" if own_s is None else f" Repairing only this rank gains {gains}."
 
     def describe_causes(self, verdict: Verdict) -> str:
         return describe_diagnosis(verdict.diagnosis)
@@ -185,13 +197,14 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
 
     kinds = ("straggler_transient", "straggler_ended")
     until_step: int
-    together: bool
-    """True if the cost is that of all ranks that were slow at the time."""
+    slow_too: tuple[int, ...]
+    """Other ranks that were slow at the time, if they are included in the verdict's cost."""
 
     def describe(self, verdict: Verdict) -> str:
         since = "from the start" if self.from_start else f"from step {verdict.since_step}"
         share = format_percent(verdict.cost_share or 0.0)
-        together = ", together with ranks slow at that time" if self.together else ""
+        is_joint = self.together_since is not None
+        together = ", together with ranks slow at that time" if is_joint else ""
         text = (
             f"Rank {verdict.rank} was slow in {phase_name(verdict.phase or '')} {since} to step"
             f" {self.until_step - 1}: +{format_duration(self.excess_s)} a step{self.describe_pattern()},"
@@ -228,7 +241,10 @@ def build_straggler_verdicts(
         if each.excess_ns >= least_ns or each.cost_ns >= WORTH_A_LINE * each.step_ns
     ]
     before = sorted(seen, key=lambda episode: -episode.since_step)
-    past = [build_past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
+    past = [
+        build_past_verdict(each, findings.diagnosis(each.key), findings.find_slow_with(each))
+        for each in before[:MAX_PAST]
+    ]
     return [*now, *build_imbalance_verdicts(findings)], past
 
 
@@ -259,7 +275,7 @@ def build_slow_verdict(
     if episode.by_windows:
         doubts.append("Found in statistics merged on devices; the rank's own records are missing.")
     cause = cause_class(episode) if straggler.kind != "position" else "imbalance"
-    is_alone = straggler.kind == "rank"
+    shared = episode.shared if straggler.is_shared else None
     return Verdict(
         kind="straggler",
         rank=episode.rank,
@@ -282,7 +298,7 @@ def build_slow_verdict(
             location=straggler.location,
             ranks=straggler.ranks,
             slow_too=straggler.slow_too,
-            own_cost_s=episode.cost_ns / 1e9 if is_alone and straggler.slow_too else None,
+            own_cost_s=shared.gain_ns / 1e9 if shared and straggler.kind == "rank" else None,
             compared=findings.compared,
             from_start=episode.from_start,
             by_host=episode.by_host,
@@ -295,6 +311,8 @@ def build_slow_verdict(
             standard_errors=episode.z_score,
             named_at_step=episode.named_step,
             more_workload=episode.more_workload,
+            together_since=shared.from_step if shared else None,
+            lone_cost_s=shared.lone_ns / 1e9 if shared else 0.0,
             modules=tuple(modules),
             module_excess_s=module_excess_s,
             between_modules=between,
@@ -517,13 +535,16 @@ def _find_slower_modules(
     return [], 0.0, between
 
 
-def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Verdict:
-    """Return the verdict on a rank that is no longer slow."""
+def build_past_verdict(
+    episode: Episode, diagnosis: Diagnosis | None = None, others: Sequence[Episode] = ()
+) -> Verdict:
+    """Return the verdict on a rank that is no longer slow. others: ranks that were slow meanwhile."""
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
-    shared_ns = episode.shared_cost_ns or 0.0
-    together = shared_ns >= _MIN_SHARED_RATIO * episode.cost_ns and shared_ns > 0
-    cost_ns = shared_ns if together else episode.cost_ns
+    shared = episode.shared
+    if shared is not None and shared.cost_ns < max(1.0, _MIN_SHARED_RATIO * episode.cost_ns):
+        shared = None
+    cost_ns = shared.cost_ns if shared else episode.cost_ns
     return Verdict(
         kind=f"straggler_{kind}",
         rank=episode.rank,
@@ -542,7 +563,9 @@ def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> 
             share_of_steps=episode.slow_share,
             excess_when_slow_s=episode.slow_excess_ns / 1e9,
             more_workload=episode.more_workload,
-            together=together,
+            together_since=shared.from_step if shared else None,
+            lone_cost_s=shared.lone_ns / 1e9 if shared else 0.0,
+            slow_too=tuple(sorted({each.rank for each in others})) if shared else (),
         ),
     )
 
