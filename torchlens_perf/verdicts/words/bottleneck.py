@@ -485,7 +485,7 @@ def _describe_passes(report: Facts, step_s: float) -> str:
     if passes_s < _LONG_WORTH_NAMING * step_s:
         return ""
     return (
-        f"Forward {PASSES} take {_format_share(passes_s, step_s)} of the step: a reference, teacher"
+        f"Forward {PASSES} take {format_share(passes_s, step_s)} of the step: a reference, teacher"
         " or EMA network, evaluation or sampling."
     )
 
