@@ -25,13 +25,6 @@ from opentelemetry.sdk.resources import Resource
 from benchmarks.measure import Table
 from tests.support import simulations
 from torchlens_perf.analysis.collectives.device_progress import RankProgress
-from torchlens_perf.analysis.statistics.hardware import (
-    GPU_COUNTERS,
-    LINK_COUNTERS,
-    GpuSample,
-    HardwareSamples,
-    LinkSample,
-)
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.exporters import Assessment, ExportBatch
 from torchlens_perf.exporters.delivery.sender import metrics_of
@@ -39,6 +32,7 @@ from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_spans import SpanBuilder
 from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.hardware_samples import GPUS, LINKS, QUANTITIES, HardwareSamples, Sample
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.rank_facts import SidecarSettings
 from torchlens_perf.run.records import StepTable
@@ -354,38 +348,19 @@ def _progress(rank: int, host: str, step: int) -> RankProgress:
 
 
 def _hardware(host: str) -> HardwareSamples:
-    gpu_values = {
-        field.name: 1.0
-        for field in dataclasses.fields(GpuSample)
-        if field.name not in ("uuid", "grown")
-    }
-    link_values = {
-        field.name: 1
-        for field in dataclasses.fields(LinkSample)
-        if field.name not in ("device", "port", "grown", "link_layer")
-    }
-    gpus = [
-        GpuSample(
-            **{
-                **gpu_values,
-                "uuid": f"GPU-{host}-{index}",
-                "grown": dict.fromkeys(GPU_COUNTERS, 1.0),
-            }
+    samples = [
+        Sample(
+            kind,
+            name,
+            0,
+            0,
+            dict.fromkeys(QUANTITIES[kind], 1),
+            dict.fromkeys(QUANTITIES[kind], 1.0),
         )
         for index in range(NODE_SIZE)
+        for kind, name in ((GPUS, f"GPU-{host}-{index}"), (LINKS, f"mlx5_{index}/1"))
     ]
-    links = [
-        LinkSample(
-            **{
-                **link_values,
-                "device": f"mlx5_{index}",
-                "port": 1,
-                "grown": dict.fromkeys(LINK_COUNTERS, 1.0),
-            }
-        )
-        for index in range(NODE_SIZE)
-    ]
-    return HardwareSamples(gpus, links, {})
+    return HardwareSamples(tuple(samples), {})
 
 
 def main() -> int:

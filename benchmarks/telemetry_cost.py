@@ -23,8 +23,9 @@ from tests.sidecar.telemetry.test_infiniband import port
 from tests.support.device.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
 from tests.support.device.shim_kernels import COMPILER
 from tests.support.ranks import HOST
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample
+from torchlens_perf.run import hardware_samples
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import GPU_GAUGES, Sample
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
 from torchlens_perf.store import samples as store
@@ -81,7 +82,7 @@ def _measure(folder: Path) -> int:
     return table.missed
 
 
-def _write(folder: Path, sample: GpuSample, table: Table) -> None:
+def _write(folder: Path, sample: Sample, table: Table) -> None:
     """Write two minutes of samples of eight GPUs, whose values all differ as in a run of some
     hours.
     """
@@ -95,7 +96,7 @@ def _write(folder: Path, sample: GpuSample, table: Table) -> None:
     took_us = []
     for _ in range(ROUNDS):
         started_ns = time.process_time_ns()
-        writer.write({store.GPUS: samples}, 1 << 30)
+        writer.write(samples, 1 << 30)
         took_us.append((time.process_time_ns() - started_ns) / 1e3)
     written = min(path.stat().st_size for path in (run.path / "gpus").iterdir())
     table.row(
@@ -107,15 +108,18 @@ def _write(folder: Path, sample: GpuSample, table: Table) -> None:
     )
 
 
-def _varied(sample: GpuSample, draw: random.Random) -> GpuSample:
-    known = {name: getattr(sample, name) for name in (*GPU_GAUGES, *GPU_COUNTERS)}
+def _varied(sample: Sample, draw: random.Random) -> Sample:
+    known = {
+        name: sample[name]
+        for name in (*GPU_GAUGES, *hardware_samples.COUNTERS[hardware_samples.GPUS])
+    }
     values = {
         name: type(value)(value * draw.random())
         for name, value in known.items()
         if value is not None
     }
     grown = {name: values[name] for name in sample.grown}
-    return dataclasses.replace(sample, **values, grown=grown)
+    return dataclasses.replace(sample, values={**sample.values, **values}, grown=grown)
 
 
 def _processor_us(call: Callable[[], object]) -> float:

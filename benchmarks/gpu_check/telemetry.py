@@ -9,13 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.gpu_check.lines import Checks
-from torchlens_perf.analysis.statistics.hardware import (
-    GPU_COUNTERS,
-    GPU_GAUGES,
-    GpuSample,
-    GpuTotals,
-)
+from torchlens_perf.analysis.statistics.hardware import GpuTotals
 from torchlens_perf.hooks.device_hooks import read_gpu_identity
+from torchlens_perf.run.hardware_samples import COUNTERS, GPU_GAUGES, GPUS, Sample
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 
 _PERIOD_S, _IDLE, _LOADED = 0.5, 8, 16  # samples
@@ -64,7 +60,7 @@ def _samples(
     count: int,
     took_ms: list[float],
     period_s: float = _PERIOD_S,
-) -> list[GpuSample]:
+) -> list[Sample]:
     made = []
     for _ in range(count):
         time.sleep(period_s)
@@ -74,9 +70,9 @@ def _samples(
     return made
 
 
-def _supported(checks: Checks, sample: GpuSample, notes: Sequence[str]) -> None:
-    names = (*GPU_GAUGES, *GPU_COUNTERS)
-    absent = [name for name in names if getattr(sample, name) is None]
+def _supported(checks: Checks, sample: Sample, notes: Sequence[str]) -> None:
+    names = (*GPU_GAUGES, *COUNTERS[GPUS])
+    absent = [name for name in names if sample[name] is None]
     checks.value(
         "nvml", "quantities that this GPU tells", f"{len(names) - len(absent)} of {len(names)}"
     )
@@ -84,7 +80,7 @@ def _supported(checks: Checks, sample: GpuSample, notes: Sequence[str]) -> None:
     checks.value("nvml", "notes", "; ".join(notes) or "none")
 
 
-def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuSample]) -> None:
+def _load_shows(checks: Checks, idle: Sequence[Sample], loaded: Sequence[Sample]) -> None:
     before, under = GpuTotals(), GpuTotals()
     for totals, samples in ((before, idle), (under, loaded)):
         for sample in samples:

@@ -6,7 +6,6 @@ that run on the tests' devices are run by test_gpu_check.py.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import subprocess
 from collections import Counter
@@ -41,8 +40,9 @@ from benchmarks.gpu_check.lines import FAIL, NOT_RUN, PASS, Checks, Line
 from benchmarks.planted_truth import Fault, Truth
 from benchmarks.planted_verdicts import Suspect
 from tests.support.long import long
-from torchlens_perf.analysis.statistics.hardware import GpuSample
+from tests.support.telemetry import gpu_sample
 from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause
+from torchlens_perf.run.hardware_samples import Sample
 
 MS = 1_000_000
 
@@ -425,10 +425,8 @@ def test_allocator_fails_if_the_planted_leak_is_not_named() -> None:
     assert judged(table(largest_bytes=8 << 20), history=False).count(FAIL) == 1
 
 
-def samples(**values: float) -> list[GpuSample]:
-    names = {field.name for field in dataclasses.fields(GpuSample)}
-    assert values.keys() <= names
-    return [GpuSample("GPU-0", n * 10**9, n * 10**9, grown={}, **values) for n in range(4)]  # type: ignore[arg-type]
+def samples(**values: float) -> list[Sample]:
+    return [gpu_sample("GPU-0", n * 10**9, n * 10**9, **values) for n in range(4)]
 
 
 def test_nvml_fails_if_load_does_not_show() -> None:
@@ -436,7 +434,7 @@ def test_nvml_fails_if_load_does_not_show() -> None:
     load = {"power_w": 600.0, "busy": 0.99, "sm_active": 0.9, "tensor_active": 0.7}
     assert FAIL not in results(lambda checks: telemetry._load_shows(checks, idle, samples(**load)))
     for name in load:
-        loaded = samples(**{**load, name: getattr(idle[0], name)})
+        loaded = samples(**{**load, name: idle[0][name]})
         lines = Collected(
             lambda checks, loaded=loaded: telemetry._load_shows(checks, idle, loaded)
         ).lines

@@ -251,12 +251,12 @@ def test_sql_queries_run_on_a_recorded_run(recorded: Path, monkeypatch: pytest.M
     """DuckDB runs each query. Queries of GPU samples read a file without rows."""
     import duckdb
 
-    from torchlens_perf.analysis.statistics.hardware import GpuSample
+    from torchlens_perf.run.hardware_samples import GPUS
     from torchlens_perf.store.samples import build_schema
 
     gpus = recorded / "torchlens-perf" / run_id(recorded) / "gpus"
     gpus.mkdir(exist_ok=True)
-    pq.write_table(build_schema(GpuSample).empty_table(), gpus / "node-000001.parquet")
+    pq.write_table(build_schema(GPUS).empty_table(), gpus / "node-000001.parquet")
     monkeypatch.chdir(recorded)
     queries = [
         q

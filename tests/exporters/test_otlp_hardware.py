@@ -14,13 +14,13 @@ from tests.support.otlp_receiver import ReceivedPoint, Receiver
 from tests.support.ranks import HOST, Rank
 from tests.support.recorded_run import environment
 from tests.support.servers import wait_for
-from tests.support.telemetry import read_gpus
-from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
+from tests.support.telemetry import gpu_sample, port_sample, read_samples
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import GPUS, HardwareSamples
 from torchlens_perf.verdicts import node_state
 
 FIRST, SECOND = UUIDS[:2]
@@ -104,9 +104,9 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
         ("hw.gpu.utilization", {semantics.GPU_TASK: "general"}, 0.98),
     ):
         assert values(points, metric, SECOND, attributes)[-1] == pytest.approx(wanted), metric
-    samples = read_gpus(run, HOST)
+    samples = read_samples(run, GPUS, HOST)
     assert set(samples) == {FIRST, SECOND}
-    assert [sample.last_xid for sample in samples[SECOND]][-1] == 79
+    assert [sample["last_xid"] for sample in samples[SECOND]][-1] == 79
     rows = {row["uuid"]: row for row in build_report(run.run_id, node_state.load_all(run))["gpus"]}
     assert (rows[FIRST]["ranks"], rows[SECOND]["ranks"]) == ([0, 1], [2])
     assert (rows[SECOND]["signals"]["sm_clock_share"], rows[SECOND]["xids"]) == (0.5, 1)
@@ -138,7 +138,7 @@ def test_missing_hardware_value_has_no_point() -> None:
     """A missing value is neither sent as 0 nor as the previous value."""
     exported = Exported()
     exported.metrics.record_samples(
-        HardwareSamples((GpuSample("GPU-1", 0, 0, temperature_c=61),), (), {})
+        HardwareSamples((gpu_sample("GPU-1", 0, temperature_c=61),), {})
     )
     assert exported.points() == {("hw.temperature", "gpu"): 61}
     exported.now_s = 40.0
@@ -151,8 +151,7 @@ def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
     for power_w, degrees in ((100.0, 50), (300.0, 70)):
         exported.metrics.record_samples(
             HardwareSamples(
-                (GpuSample("GPU-1", 0, 0, power_w=power_w, temperature_c=degrees),),
-                (),
+                (gpu_sample("GPU-1", 0, power_w=power_w, temperature_c=degrees),),
                 {"GPU-1": "H200"},
             )
         )
@@ -166,9 +165,9 @@ def test_port_metrics_have_growth_rate_and_link_state() -> None:
     """
     exported = Exported()
     grown = {"transmitted_bytes": 4000, "symbol_errors": 2, "ack_timeouts": 0}
-    link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)
+    link = port_sample("mlx5_0", 1, active=True, rate_bits=400_000_000_000, grown=grown)
     for _ in range(2):
-        exported.metrics.record_samples(HardwareSamples((), (link,), {}))
+        exported.metrics.record_samples(HardwareSamples((link,), {}))
     assert exported.points() == {
         ("hw.network.io", "transmit"): 8000,
         ("hw.errors", "symbol_error"): 4,

@@ -19,13 +19,13 @@ from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedEvent, ReceivedPoint, ReceivedSpan, Receiver
 from tests.support.processes import ROOT
 from tests.support.recorded_run import TRACEPARENT, Sidecar
-from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.diagnosis.utilization import StepFlops
 from torchlens_perf.exporters import CoveredRanks, NodeRole, node_semantics, semantics
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.run import identity as run_identity
+from torchlens_perf.run.hardware_samples import GPUS, LINKS, QUANTITIES, HardwareSamples, Sample
 from torchlens_perf.run.records import Span, StepTrace, TracedStep
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.verdicts.finding_log import FindingLog
@@ -119,8 +119,9 @@ def of_many_ranks() -> Sent:
     exporter.update_role(
         NodeRole(CoveredRanks.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2)
     )
-    gpus = tuple(dataclasses.replace(one.gpus[0], uuid=f"GPU-{number}") for number in range(8))
-    exporter.record_hardware(identity(), dataclasses.replace(one, gpus=gpus))
+    gpu, port = one.samples
+    gpus = [dataclasses.replace(gpu, name=f"GPU-{number}") for number in range(8)]
+    exporter.record_hardware(identity(), HardwareSamples((*gpus, port), one.names))
     exporter.on_assessment(assessment_of(findings(episode()), FindingLog("run"), None))
     assert exporter.shutdown(20) == []
     return Sent(
@@ -130,12 +131,19 @@ def of_many_ranks() -> Sent:
 
 def hardware() -> HardwareSamples:
     """Return samples of a GPU and a port with all values."""
-    plain = {field.name: 1 for field in dataclasses.fields(GpuSample)}
-    grown = dict.fromkeys(plain, 1.0)
-    gpu = GpuSample(**{**plain, "uuid": "GPU-1", "grown": grown})
-    grown = {field.name: 1.0 for field in dataclasses.fields(LinkSample)}
-    link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)
-    return HardwareSamples((gpu,), (link,), {"GPU-1": "H200"})
+    names = {GPUS: "GPU-1", LINKS: "mlx5_0/1"}
+    samples = [
+        Sample(
+            kind,
+            name,
+            0,
+            0,
+            dict.fromkeys(QUANTITIES[kind], 1),
+            dict.fromkeys(QUANTITIES[kind], 1.0),
+        )
+        for kind, name in names.items()
+    ]
+    return HardwareSamples(tuple(samples), {"GPU-1": "H200"})
 
 
 @pytest.fixture(scope="module")

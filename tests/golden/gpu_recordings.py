@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests.support.reports import checked
-from torchlens_perf.analysis.statistics.hardware import GpuSample, GpuTotals
+from torchlens_perf.analysis.statistics.hardware import GpuTotals
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import GPUS, QUANTITIES, Sample
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.verdicts import node_state
 
 RECORDINGS = Path(__file__).parent / "gpu"
-_FIELDS = {each.name for each in dataclasses.fields(GpuSample)} - {"grown", "unix_ns"}
 
 
 def report_on_recording(name: str, folder: Path) -> dict[str, Any]:
@@ -40,14 +39,21 @@ def report_on_recording(name: str, folder: Path) -> dict[str, Any]:
     saved.findings = rebuilt.findings
     saved.telemetry.gpus.clear()
     for sample in _read_gpu_samples(run):
-        saved.telemetry.gpus.setdefault(sample.uuid, GpuTotals()).add_sample(sample)
+        saved.telemetry.gpus.setdefault(sample.name, GpuTotals()).add_sample(sample)
     saved.save(run)
     return checked(load_report(run))
 
 
-def _read_gpu_samples(run: RunDirectory) -> list[GpuSample]:
+def _read_gpu_samples(run: RunDirectory) -> list[Sample]:
     files = sorted((run.path / "gpus").glob("*.parquet"))
     rows = [row for file in files for row in pq.read_table(file).to_pylist()]
     return [
-        GpuSample(unix_ns=0, **{name: row[name] for name in _FIELDS if name in row}) for row in rows
+        Sample(
+            GPUS,
+            row["uuid"],
+            row["monotonic_ns"],
+            0,
+            {name: row.get(name) for name in QUANTITIES[GPUS]},
+        )
+        for row in rows
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import identity_of, make_run
-from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample, ProcessSample
+from tests.support.telemetry import gpu_sample, port_sample
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.page.gather.hardware_series import (
     MAX_POINTS,
@@ -17,8 +17,9 @@ from torchlens_perf.page.gather.hardware_series import (
 )
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import PROCESSES, Sample
 from torchlens_perf.run.rank_facts import RankFacts
-from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
+from torchlens_perf.store.samples import SampleWriter
 from torchlens_perf.verdicts.node_state import ProcessState
 
 SECOND = 10**9
@@ -37,8 +38,8 @@ def processes(run: RunDirectory) -> dict[int, ProcessState]:
     return made
 
 
-def written(run: RunDirectory, gpus: list[GpuSample], links: list[LinkSample]) -> None:
-    SampleWriter(run, NODE).write({GPUS: gpus, LINKS: links}, 1 << 20)
+def written(run: RunDirectory, samples: list[Sample]) -> None:
+    SampleWriter(run, NODE).write(samples, 1 << 20)
 
 
 def series_of(run: RunDirectory, ranks: list[int]) -> dict[tuple[str, str], Any]:
@@ -50,8 +51,9 @@ def series_of(run: RunDirectory, ranks: list[int]) -> dict[tuple[str, str], Any]
     return {(each["title"], each["where"]): each for each in found}
 
 
-def gpu(uuid: str, second: int, **values: Any) -> GpuSample:
-    return GpuSample(uuid, second * SECOND, BEGIN_NS + second * SECOND, SECOND, **values)
+def gpu(uuid: str, second: int, **values: Any) -> Sample:
+    values["interval_ns"] = SECOND
+    return gpu_sample(uuid, second * SECOND, BEGIN_NS + second * SECOND, **values)
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_gauges_become_levels_and_counters_rates_and_throttling_a_share(run: Run
         for second in range(4)
         for uuid in ("GPU-0", "GPU-1", "GPU-of-others")
     ]  # fmt: skip
-    written(run, samples, [])
+    written(run, samples)
     found = series_of(run, [0])
 
     assert {where for _, where in found} == {"rank 0"}
@@ -90,7 +92,7 @@ def test_gauges_become_levels_and_counters_rates_and_throttling_a_share(run: Run
 def test_reset_counter_of_a_port_gives_no_negative_rate(run: RunDirectory) -> None:
     counts = [100, 300, 50, 150]
     links = [
-        LinkSample(
+        port_sample(
             "mlx5_0",
             1,
             second * SECOND,
@@ -100,7 +102,7 @@ def test_reset_counter_of_a_port_gives_no_negative_rate(run: RunDirectory) -> No
         )
         for second, count in enumerate(counts)
     ]
-    written(run, [], links)
+    written(run, links)
     found = series_of(run, [0, 1])
 
     assert found["Network transmitted", f"{NODE} mlx5_0 port 1"]["value"] == [None, 200, 0, 100]
@@ -109,7 +111,7 @@ def test_reset_counter_of_a_port_gives_no_negative_rate(run: RunDirectory) -> No
 
 def test_points_of_long_runs_are_means_of_intervals(run: RunDirectory) -> None:
     """A line has at most MAX_POINTS points."""
-    written(run, [gpu("GPU-0", second, power_w=float(second)) for second in range(2000)], [])
+    written(run, [gpu("GPU-0", second, power_w=float(second)) for second in range(2000)])
     power = series_of(run, [0])["GPU power", "rank 0"]
 
     assert len(power["value"]) == MAX_POINTS
@@ -126,7 +128,6 @@ def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
             for second in range(9)
             for rank in (0, 1)
         ],
-        [],
     )
     every = list(series_of(run, [0, 1]).values())
     notes: list[str] = []
@@ -142,14 +143,16 @@ def test_processes_have_cpu_time_and_memory_and_share_the_network_of_their_node(
 ) -> None:
     """Ranks of one node share one series of its network."""
     samples = [
-        ProcessSample(
-            rank, second * SECOND, BEGIN_NS + second * SECOND, cpu_ns=3 * second * SECOND // 2,
-            resident_bytes=1000, network_received_bytes=500 * second,
+        Sample(
+            PROCESSES, str(rank), second * SECOND, BEGIN_NS + second * SECOND, {
+                "rank": rank, "cpu_ns": 3 * second * SECOND // 2, "resident_bytes": 1000,
+                "network_received_bytes": 500 * second,
+            },
         )
         for second in range(3)
         for rank in (0, 1)
     ]  # fmt: skip
-    SampleWriter(run, NODE).write({PROCESSES: samples}, 1 << 20)
+    written(run, samples)
     found = series_of(run, [1])
 
     assert found["CPU used, in percent of one core", "rank 1"]["value"] == [None, 150, 150]
@@ -161,7 +164,6 @@ def test_processes_have_cpu_time_and_memory_and_share_the_network_of_their_node(
 
 
 def test_process_with_one_sample_has_no_rate(run: RunDirectory) -> None:
-    SampleWriter(run, NODE).write(
-        {PROCESSES: [ProcessSample(0, 0, BEGIN_NS, read_bytes=5, resident_bytes=9)]}, 1 << 20
-    )
+    values = {"rank": 0, "read_bytes": 5, "resident_bytes": 9}
+    written(run, [Sample(PROCESSES, "0", 0, BEGIN_NS, values)])
     assert {title for title, _ in series_of(run, [0])} == {"Resident memory, with workers"}

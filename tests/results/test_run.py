@@ -14,11 +14,11 @@ from tests.results.test_results import Loop, training
 from tests.support.live_simulation import LiveSimulation
 from tests.support.processes import run as run_command
 from tests.support.ranks import make_run
-from torchlens_perf.analysis.statistics.hardware import ProcessSample
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.results import ask
 from torchlens_perf.results.run import Run
-from torchlens_perf.store.samples import PROCESSES, SampleWriter
+from torchlens_perf.run.hardware_samples import PROCESSES, Sample
+from torchlens_perf.store.samples import SampleWriter
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_loading_a_run_imports_no_torch(planted: Run, tmp_path: Path) -> None:
 
 def test_process_table_of_a_loaded_run_has_the_recorded_sample(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    sample = ProcessSample(3, 5, 7, cpu_ns=11)
-    SampleWriter(run, "node-0").write({PROCESSES: [sample]}, 1 << 20)
+    sample = Sample(PROCESSES, "3", 5, 7, {"rank": 3, "cpu_ns": 11})
+    SampleWriter(run, "node-0").write([sample], 1 << 20)
     (row,) = perf.open_run(run.path).table("processes", "pyarrow").to_pylist()
     assert (row["rank"], row["cpu_ns"], row["resident_bytes"]) == (3, 11, None)

@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.ranks import identity_of
-from torchlens_perf.analysis.statistics.hardware import (
-    GPU_COUNTERS,
-    LINK_COUNTERS,
-    GpuSample,
-    HardwareSamples,
-    LinkSample,
-)
+from tests.support.telemetry import gpu_sample, port_sample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.exporters import ExportBatch
@@ -26,6 +20,7 @@ from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import COUNTERS, LINKS, QUANTITIES, HardwareSamples
 from torchlens_perf.run.records import PARTS, StepTable
 
 GB = 1 << 30
@@ -67,19 +62,19 @@ class GpuTarget:
                 {"step": np.array([200_000_000]), "forward": np.array([60_000_000])}, memory,
             )  # fmt: skip
             self._exporter.export(batch)
-        grown = dict.fromkeys(GPU_COUNTERS, 1.0) | {
+        grown = dict.fromkeys(COUNTERS[GPUS], 1.0) | {
             "throttle_thermal_ns": 2e8,
             "pcie_transmitted_bytes": 1e6,
         }
-        gpus = tuple(GpuSample(f"GPU-{gpu}", 0, 0, **_GPU, grown=grown) for gpu in range(GPUS))
+        gpus = tuple(gpu_sample(f"GPU-{gpu}", 0, **_GPU, grown=grown) for gpu in range(GPUS))
         ports = tuple(
-            LinkSample("mlx5_0", port, 0, 0, active=port == 1, rate_bits=400_000_000_000,
-                       grown=dict.fromkeys(LINK_COUNTERS, 1000.0))
+            port_sample("mlx5_0", port, active=port == 1, rate_bits=400_000_000_000,
+                       grown=dict.fromkeys(QUANTITIES[LINKS], 1000.0))
             for port in (1, 2)
         )  # fmt: skip
-        names = {gpu.uuid: "NVIDIA H200" for gpu in gpus}
+        names = {gpu.name: "NVIDIA H200" for gpu in gpus}
         self._exporter.record_hardware(
-            identity_of(self._run, 0, GPUS), HardwareSamples(gpus, ports, names)
+            identity_of(self._run, 0, GPUS), HardwareSamples((*gpus, *ports), names)
         )
 
     def close(self) -> None:

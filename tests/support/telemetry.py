@@ -1,4 +1,4 @@
-"""Functions that read the samples in telemetry files."""
+"""Functions that make samples of hardware, and that read the samples in telemetry files."""
 
 from __future__ import annotations
 
@@ -7,49 +7,47 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchlens_perf.analysis.statistics.hardware import (
-    GPU_COUNTERS,
-    LINK_COUNTERS,
-    GpuSample,
-    LinkSample,
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import (
+    COUNTERS,
+    GPUS,
+    LINKS,
+    QUANTITIES,
+    Sample,
     counter_increases,
 )
-from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.file_names import list_node_files
-from torchlens_perf.store.samples import GPUS, LINKS
 
 
-def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
-    """Return a node's samples by GPU, in order of time."""
-    samples: dict[str, list[GpuSample]] = {}
-    for row in _rows(run, GPUS, host):
-        own = samples.setdefault(row["uuid"], [])
-        own.append(
-            GpuSample(
-                **row, grown=counter_increases(vars(own[-1]) if own else None, row, GPU_COUNTERS)
-            )
-        )
-    return samples
+def gpu_sample(uuid: str, monotonic_ns: int, unix_ns: int = 0, **values: Any) -> Sample:
+    """Return a sample of a GPU. `grown` may be one of the values."""
+    grown = values.pop("grown", {})
+    assert values.keys() <= QUANTITIES[GPUS].keys()
+    return Sample(GPUS, uuid, monotonic_ns, unix_ns, {"uuid": uuid, **values}, grown)
 
 
-def read_links(run: RunDirectory, host: str) -> dict[str, list[LinkSample]]:
-    """Return a node's samples by port, in order of time."""
-    samples: dict[str, list[LinkSample]] = {}
-    for row in _rows(run, LINKS, host):
-        own = samples.setdefault(f"{row['device']}/{row['port']}", [])
-        own.append(
-            LinkSample(
-                **row, grown=counter_increases(vars(own[-1]) if own else None, row, LINK_COUNTERS)
-            )
-        )
-    return samples
+def port_sample(
+    device: str, port: int, monotonic_ns: int = 0, unix_ns: int = 0, **values: Any
+) -> Sample:
+    """Return a sample of a network port. `grown` may be one of the values."""
+    grown = values.pop("grown", {})
+    values |= {"device": device, "port": port}
+    assert values.keys() <= QUANTITIES[LINKS].keys()
+    return Sample(LINKS, f"{device}/{port}", monotonic_ns, unix_ns, values, grown)
 
 
-def _rows(run: RunDirectory, kind: str, host: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def read_samples(run: RunDirectory, kind: str, host: str) -> dict[str, list[Sample]]:
+    """Return a node's samples of GPUS or LINKS by their names, in order of time."""
+    samples: dict[str, list[Sample]] = {}
     for path in list_node_files(run.path / kind, host):
         table = pq.read_table(path)
         unix_ns = table.column("time").cast(pa.int64()).to_pylist()
-        plain = table.drop_columns(["host", "time"]).to_pylist()
-        rows += [{**row, "unix_ns": at} for row, at in zip(plain, unix_ns, strict=True)]
-    return rows
+        rows = table.drop_columns(["host", "time"]).to_pylist()
+        for row, at_ns in zip(rows, unix_ns, strict=True):
+            monotonic_ns = row.pop("monotonic_ns")
+            name = row["uuid"] if kind == GPUS else f"{row['device']}/{row['port']}"
+            values = {quantity: value for quantity, value in row.items() if value is not None}
+            own = samples.setdefault(name, [])
+            grown = counter_increases(own[-1].values, values, COUNTERS[kind]) if own else {}
+            own.append(Sample(kind, name, monotonic_ns, at_ns, values, grown))
+    return samples

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.analysis.statistics.memory import MemoryReading
     from torchlens_perf.run.clock import Anchor
+    from torchlens_perf.run.hardware_samples import HardwareSamples
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
     from torchlens_perf.run.undelivered import Undelivered

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, NodeRole
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
+    from torchlens_perf.run.hardware_samples import HardwareSamples
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTrace
     from torchlens_perf.run.verdicts import Alert

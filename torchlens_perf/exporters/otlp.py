@@ -23,11 +23,11 @@ from torchlens_perf.run.verdicts import Alert
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
-    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
     from torchlens_perf.exporters.delivery.sender import Transport
     from torchlens_perf.exporters.otlp_catch_up import StepReader
     from torchlens_perf.exporters.series import ArrayMeter
+    from torchlens_perf.run.hardware_samples import HardwareSamples
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import TracedStep
 

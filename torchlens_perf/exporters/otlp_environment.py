@@ -19,11 +19,11 @@ from torchlens_perf.exporters.redaction import add_redaction_to_log_handlers
 from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
     from torchlens_perf.exporters.delivery.sender import Transport
     from torchlens_perf.exporters.otlp import OtlpExporter, SignalDelivery
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.hardware_samples import HardwareSamples
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.undelivered import Undelivered
 

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.series import ArrayMeter, Attributes, Points
+from torchlens_perf.run.hardware_samples import GPUS, HardwareSamples, Sample
 
 _MAX_SAMPLE_AGE_S = 30.0
 # Metric, field of a sample, and the attributes of the point that differ from those of the hardware.
@@ -36,7 +36,7 @@ class HardwareMetrics:
     def __init__(self, meter: ArrayMeter, clock: Callable[[], float]) -> None:
         self._meter, self._clock = meter, clock
         # Time of arrival, sample and attributes, by the hardware's id.
-        self._newest: dict[str, tuple[float, GpuSample | LinkSample, Attributes]] = {}
+        self._newest: dict[str, tuple[float, Sample, Attributes]] = {}
         # Sum and number of the values since the last export, by (id, field).
         self._recent: dict[tuple[str, str], tuple[float, int]] = {}
         counters = dict.fromkeys(metric.name for metric, _, _ in _COUNTERS)
@@ -44,8 +44,7 @@ class HardwareMetrics:
         meter.add_observer(dict.fromkeys(metric.name for metric, _, _ in _GAUGES), self._observe)
 
     def record_samples(self, hardware: HardwareSamples) -> None:
-        samples: tuple[GpuSample | LinkSample, ...] = (*hardware.gpus, *hardware.links)
-        for sample in samples:
+        for sample in hardware.samples:
             attributes = _describe(sample, hardware.names)
             key = attributes[semantics.HARDWARE_ID]
             for metric, field, more in _COUNTERS:
@@ -55,7 +54,7 @@ class HardwareMetrics:
             with self._meter.lock:
                 self._newest[key] = self._clock(), sample, attributes
                 for field in _MEANS:
-                    value = getattr(sample, field, None)
+                    value = sample[field]
                     if value is not None:
                         total, count = self._recent.get((key, field), (0.0, 0))
                         self._recent[key, field] = total + value, count + 1
@@ -65,7 +64,7 @@ class HardwareMetrics:
         now_s = self._clock()
         for key, (came_s, sample, attributes) in self._newest.items():
             for metric, field, more in _GAUGES if now_s - came_s <= _MAX_SAMPLE_AGE_S else ():
-                value = getattr(sample, field, None)
+                value = sample[field]
                 if recent := self._recent.pop((key, field), None):
                     value = recent[0] / recent[1]
                 if value is not None:
@@ -73,11 +72,11 @@ class HardwareMetrics:
         return found
 
 
-def _describe(sample: GpuSample | LinkSample, names: Mapping[str, str]) -> dict[str, Any]:
+def _describe(sample: Sample, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the attributes of all points of a GPU or a port. names: products by UUID of the GPU."""
-    if not isinstance(sample, GpuSample):
+    if sample.kind != GPUS:
         return {semantics.HARDWARE_ID: sample.name, semantics.HARDWARE_TYPE: "network"}
-    found = {semantics.HARDWARE_ID: sample.uuid, semantics.HARDWARE_TYPE: "gpu"}
-    if sample.uuid in names:
-        found[semantics.HARDWARE_NAME] = names[sample.uuid]
+    found = {semantics.HARDWARE_ID: sample.name, semantics.HARDWARE_TYPE: "gpu"}
+    if sample.name in names:
+        found[semantics.HARDWARE_NAME] = names[sample.name]
     return found

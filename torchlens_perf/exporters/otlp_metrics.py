@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric
     from opentelemetry.sdk.resources import Resource
 
-    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
+    from torchlens_perf.run.hardware_samples import HardwareSamples
 
 Sampled = Mapping[int, tuple[int, int]]
 """For each traced step, the ids of its trace and of the rank's span."""

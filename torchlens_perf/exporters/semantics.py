@@ -148,7 +148,7 @@ class Metric(NamedTuple):
     when: str = ""
     """Condition under which the metric is sent; "" if it is always sent."""
     fields: tuple[tuple[str, ...], ...] = ()
-    """For metrics of hardware: each field of a sample (analysis/statistics/hardware.py) that is a
+    """For metrics of hardware: each quantity of a sample (run/hardware_samples.py) that is a
     point, and the values of the point's last attributes."""
     is_mean: bool = False
     """True for fast-changing gauges of hardware, which are sent as means since the last export."""

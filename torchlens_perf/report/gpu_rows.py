@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
+from torchlens_perf.run.hardware_samples import GPUS, LINK_ERRORS, select_quantities
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
-
-_MEANS = (
-    "sm_clock_hz", "memory_clock_hz", "power_w", "temperature_c", "busy", "sm_active", "sm_occupancy", "tensor_active",
-    "dram_active", "others_busy",
-)  # fmt: skip
-_MAXIMA = (
-    "sm_clock_max_hz", "power_limit_w", "memory_temperature_c", "memory_used_bytes", "memory_total_bytes",
-)  # fmt: skip
-_GROWN = (
-    "energy_j", "xids", "ecc_corrected", "ecc_uncorrected", "remapped_rows", "pcie_replays", "pcie_transmitted_bytes",
-    "pcie_received_bytes", "nvlink_replays", "nvlink_recoveries", "nvlink_errors", "nvlink_transmitted_bytes",
-    "nvlink_received_bytes",
-)  # fmt: skip
 
 
 def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list[Gpu]:
@@ -37,7 +24,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 if uuid in [gpu["uuid"] for gpu in processes[rank].facts.gpus]
             ]
             known = telemetry.facts.get(uuid)
-            row = {
+            row: Gpu = {
                 "uuid": uuid,
                 "name": known and known.name,
                 "pci_bus_id": known and known.pci_bus_id,
@@ -47,20 +34,17 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 "measured_s": totals.measured_ns / 1e9,
                 "losses": telemetry.losses.get(uuid, 0),
                 "slow_samples": telemetry.slow_samples.get(uuid, 0),
-                **{name: totals.mean(name) for name in _MEANS},
+                **{name: totals.mean(name) for name in select_quantities(GPUS, "mean")},
                 "typical_busy": totals.typical_busy,
-                **{name: totals.most.get(name) for name in _MAXIMA},
+                **{name: totals.most.get(name) for name in select_quantities(GPUS, "max")},
                 "temperature_max_c": totals.most.get("temperature_c"),
                 "power_max_w": totals.most.get("power_w"),
                 "throttled": totals.throttled_shares(),
-                **{name: totals.grown.get(name) for name in _GROWN},
-                **{
-                    name: totals.last.get(name)
-                    for name in ("last_xid", "remapping_pending", "recovery_action", "other_pid")
-                },
+                **{name: totals.grown.get(name) for name in select_quantities(GPUS, "growth")},
+                **{name: totals.last.get(name) for name in select_quantities(GPUS, "newest")},
                 "signals": totals.to_signals(),
             }
-            rows.append(cast("Gpu", row))
+            rows.append(row)
     return sorted(rows, key=lambda row: (row["ranks"] or [1 << 31], row["host"], row["uuid"]))
 
 

@@ -17,10 +17,10 @@ from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.exporters import Assessment, ExportBatch
     from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
     from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
+    from torchlens_perf.run.hardware_samples import HardwareSamples
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.sidecar.node import Sidecar
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.hardware import compute_gpu_signals, compute_link_signals
 from torchlens_perf.analysis.statistics.memory import compute_memory_signals
 from torchlens_perf.run import ring
+from torchlens_perf.run.hardware_samples import Sample
 from torchlens_perf.run.records import OWN_COLUMNS
 from torchlens_perf.sidecar.host.process import HostMetrics
 from torchlens_perf.verdicts.causes.metrics import METRICS
@@ -62,7 +63,7 @@ class HardwareSignals:
         measured = compute_gpu_signals(samples)
         # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank, not a cause.
         clocks = compute_gpu_signals(
-            [sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE]
+            [sample for sample in samples if not (sample["clock_reasons"] or 0) & _GPU_IDLE]
         )
         found = {
             signal: clocks[name] * factor
@@ -91,7 +92,7 @@ class HardwareSignals:
             return ""
         return f"GPU {self._log.pci_bus_id(gpus[0]['uuid']) or gpus[0]['uuid']} ({gpus[0]['name']})"
 
-    def _take_samples(self, name: str, now_ns: int) -> tuple[list[Any], float | None]:
+    def _take_samples(self, name: str, now_ns: int) -> tuple[list[Sample], float | None]:
         """Return the samples since the last call, and the time since the last used sample."""
         before = self._seen_ns.get(name)
         samples = self._log.recent_samples(name, (0 if before is None else before + 1), now_ns)

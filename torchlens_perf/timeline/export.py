@@ -24,8 +24,8 @@ from torchlens_perf.page.gather.step_choice import choose_ranks
 from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.whole_steps import read_rank_records
 from torchlens_perf.report.run_report import load_report_and_states
+from torchlens_perf.run.hardware_samples import GPUS
 from torchlens_perf.store.reader import ParquetFolder, make_error_collector
-from torchlens_perf.store.samples import GPUS
 from torchlens_perf.store.segments import find_kept_step_range
 from torchlens_perf.timeline.slices import MatchedCollective, Track, build_tracks
 from torchlens_perf.timeline.trace_writer import TraceWriter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.view.specs import Column, Quantity, Table
@@ -16,16 +16,7 @@ _REASONS = {"hw_slowdown": "hardware", "sync_boost": "sync boost", "board_limit"
 _RECOVERY = {1: "needs a reset", 2: "needs a reboot"}
 _MIN_SHARE = 0.005
 """Smallest share of the run for which a throttling reason is shown."""
-_Counter = Literal[
-    "xids",
-    "ecc_uncorrected",
-    "remapped_rows",
-    "pcie_replays",
-    "nvlink_errors",
-    "nvlink_replays",
-    "nvlink_recoveries",
-]
-_ERRORS: tuple[tuple[str, tuple[_Counter, ...]], ...] = (
+_ERRORS = (
     ("XID", ("xids",)),
     ("uncorrected ECC", ("ecc_uncorrected",)),
     ("remapped rows", ("remapped_rows",)),
@@ -33,7 +24,7 @@ _ERRORS: tuple[tuple[str, tuple[_Counter, ...]], ...] = (
     ("NVLink", ("nvlink_errors", "nvlink_replays", "nvlink_recoveries")),
 )
 
-_ACTIVITY: tuple[tuple[str, Literal["sm_active", "tensor_active", "dram_active"]], ...] = (
+_ACTIVITY = (
     ("SM active", "sm_active"),
     ("tensor active", "tensor_active"),
     ("DRAM active", "dram_active"),

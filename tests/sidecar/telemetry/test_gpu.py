@@ -17,8 +17,8 @@ import torch
 
 from tests.support.device.fake_nvml import AMPERE, HOPPER, MS, UUIDS, WORKSTATION, FakeNvml
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES, GpuSample
 from torchlens_perf.commands import doctor
+from torchlens_perf.run.hardware_samples import COUNTERS, GPU_GAUGES, GPUS, Sample
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry, query_gpu_support
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
@@ -35,13 +35,13 @@ class Rig:
         self.now_ns = 0
         self.telemetry = GpuTelemetry(lambda: self.now_ns)
 
-    def sample(self, *uuids: str, after_s: float = 1) -> dict[str, GpuSample]:
+    def sample(self, *uuids: str, after_s: float = 1) -> dict[str, Sample]:
         """Advance the clock, and return samples of the given GPUs or of all GPUs."""
         self.now_ns += round(after_s * SECOND)
         wanted = uuids or UUIDS[: len(self.nvml.gpus)]
         return self.telemetry.sample_gpus(wanted, self.now_ns, self.now_ns + 7, {RANK_PID})
 
-    def one(self, after_s: float = 1) -> GpuSample:
+    def one(self, after_s: float = 1) -> Sample:
         """Return a sample of the first GPU."""
         return self.sample(after_s=after_s)[UUIDS[0]]
 
@@ -69,30 +69,22 @@ def test_hopper_gpu_reports_all_quantities_in_their_units(rig: Rig) -> None:
     first = rig.one()
     second = rig.one()
 
-    assert [name for name in (*GPU_COUNTERS, *GPU_GAUGES) if getattr(second, name) is None] == []
-    assert (first.sm_active, first.interval_ns, first.grown) == (None, None, {})
-    assert (second.uuid, second.monotonic_ns, second.unix_ns) == (
+    assert [name for name in (*COUNTERS[GPUS], *GPU_GAUGES) if second[name] is None] == []
+    assert (first["sm_active"], first["interval_ns"], first.grown) == (None, None, {})
+    assert (second.name, second.monotonic_ns, second.unix_ns) == (
         UUIDS[0],
         2 * SECOND,
         2 * SECOND + 7,
     )
-    assert (second.sm_clock_hz, second.sm_clock_max_hz, second.memory_clock_hz) == (
-        17e8,
-        198e7,
-        3201e6,
-    )
-    assert (second.power_w, second.power_limit_w, second.energy_j) == (498.123, 700, 5e6)
-    assert (second.temperature_c, second.memory_temperature_c, second.clock_reasons) == (61, 74, 4)
-    assert (second.memory_used_bytes, second.memory_total_bytes) == (100 << 30, 141 << 30)
-    assert (second.nvlink_transmitted_bytes, second.nvlink_received_bytes) == (10 << 10, 20 << 10)
-    assert (second.pcie_transmitted_bytes, second.pcie_received_bytes) == (5 << 32, 6 << 32)
-    assert (second.ecc_corrected, second.ecc_uncorrected, second.remapped_rows, second.remapping_pending) == (
-        1, 0, 2, False,
-    )  # fmt: skip
-    assert (second.busy, second.sm_active, second.sm_occupancy, second.tensor_active, second.dram_active) == (
-        0.98, 0.8, 0.4, 0.55, 0.3,
-    )  # fmt: skip
-    assert (second.xids, second.last_xid) == (0, None)
+    expected = {
+        "uuid": UUIDS[0], "sm_clock_hz": 17e8, "sm_clock_max_hz": 198e7, "memory_clock_hz": 3201e6, "power_w": 498.123,
+        "power_limit_w": 700, "energy_j": 5e6, "temperature_c": 61, "memory_temperature_c": 74, "clock_reasons": 4,
+        "memory_used_bytes": 100 << 30, "memory_total_bytes": 141 << 30, "nvlink_transmitted_bytes": 10 << 10,
+        "nvlink_received_bytes": 20 << 10, "pcie_transmitted_bytes": 5 << 32, "pcie_received_bytes": 6 << 32,
+        "ecc_corrected": 1, "ecc_uncorrected": 0, "remapped_rows": 2, "remapping_pending": False, "busy": 0.98,
+        "sm_active": 0.8, "sm_occupancy": 0.4, "tensor_active": 0.55, "dram_active": 0.3, "xids": 0, "last_xid": None,
+    }  # fmt: skip
+    assert {name: second[name] for name in expected} == expected
     assert rig.telemetry.facts[UUIDS[0]].name == "NVIDIA H200"
     assert rig.telemetry.facts[UUIDS[0]].pci_bus_id == "00000000:00:00.0"
     assert rig.telemetry.notes == []
@@ -110,7 +102,7 @@ def test_counters_are_reported_as_growth_since_the_last_sample(rig: Rig) -> None
     rig.nvml.write()
     fell = rig.one()
 
-    assert (sample.interval_ns, sample.throttle_power_ns, sample.nvlink_replays) == (
+    assert (sample["interval_ns"], sample["throttle_power_ns"], sample["nvlink_replays"]) == (
         11 * SECOND,
         600 * MS,
         5,
@@ -137,8 +129,8 @@ def test_use_by_processes_outside_the_job_is_reported(
     rig.nvml.write()
     samples = [rig.one() for _ in range(3)]
 
-    assert [each.others_busy for each in samples] == [pytest.approx(busy)] * 3
-    assert {each.other_pid for each in samples} == {pid}
+    assert [each["others_busy"] for each in samples] == [pytest.approx(busy)] * 3
+    assert {each["other_pid"] for each in samples} == {pid}
 
 
 @pytest.mark.parametrize("listed", [{}, {4711: 80}])
@@ -150,7 +142,7 @@ def test_use_by_other_processes_is_not_measured_unless_the_rank_is_listed(
     rig.nvml.gpus[0].update({f"process {each}": use for each, use in listed.items()})
     rig.nvml.write()
 
-    assert [(each.others_busy, each.other_pid) for each in (rig.one(), rig.one())] == [
+    assert [(each["others_busy"], each["other_pid"]) for each in (rig.one(), rig.one())] == [
         (None, None)
     ] * 2
 
@@ -162,22 +154,33 @@ def test_unsupported_quantities_are_none_and_read_only_once(rig: Rig) -> None:
     for _ in range(3):
         hopper, ampere, workstation = rig.sample().values()
 
-    assert hopper.throttle_hw_thermal_ns == 0
-    assert (ampere.throttle_hw_thermal_ns, ampere.sm_active, ampere.throttle_thermal_ns) == (
+    assert hopper["throttle_hw_thermal_ns"] == 0
+    assert (
+        ampere["throttle_hw_thermal_ns"],
+        ampere["sm_active"],
+        ampere["throttle_thermal_ns"],
+    ) == (
         None,
         None,
         0,
     )
-    assert (ampere.nvlink_replays, ampere.nvlink_recoveries, ampere.nvlink_errors, ampere.busy) == (
+    assert (
+        ampere["nvlink_replays"],
+        ampere["nvlink_recoveries"],
+        ampere["nvlink_errors"],
+        ampere["busy"],
+    ) == (
         3,
         1,
         2,
         0.97,
     )
-    assert (workstation.power_w, workstation.temperature_c, workstation.busy) == (310.5, 70, 0.5)
-    known = {
-        name for name in (*GPU_COUNTERS, *GPU_GAUGES) if getattr(workstation, name) is not None
-    }
+    assert (workstation["power_w"], workstation["temperature_c"], workstation["busy"]) == (
+        310.5,
+        70,
+        0.5,
+    )
+    known = {name for name in (*COUNTERS[GPUS], *GPU_GAUGES) if workstation[name] is not None}
     assert known == {
         "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "temperature_c", "memory_used_bytes",
         "memory_total_bytes", "busy", "xids",
@@ -214,11 +217,11 @@ def test_field_ids_of_throttle_times_depend_on_the_driver(
     sample = rig.one()
     expected = (None, None, None) if first_id is None else (1000, 1001, 1002)
     assert (
-        sample.throttle_sw_thermal_ns,
-        sample.throttle_hw_thermal_ns,
-        sample.throttle_hw_power_brake_ns,
+        sample["throttle_sw_thermal_ns"],
+        sample["throttle_hw_thermal_ns"],
+        sample["throttle_hw_power_brake_ns"],
     ) == expected
-    assert (sample.throttle_power_ns, sample.pcie_replays) == (
+    assert (sample["throttle_power_ns"], sample["pcie_replays"]) == (
         0,
         0,
     ), "what has not moved is asked for with any driver"
@@ -227,7 +230,7 @@ def test_field_ids_of_throttle_times_depend_on_the_driver(
 def test_throttle_times_are_missing_without_a_driver_version(rig: Rig) -> None:
     rig.nvml.write("fail nvmlSystemGetDriverVersion 999")
     sample = rig.one()
-    assert (sample.throttle_hw_thermal_ns, sample.throttle_power_ns) == (None, 0)
+    assert (sample["throttle_hw_thermal_ns"], sample["throttle_power_ns"]) == (None, 0)
 
 
 def test_all_fields_of_a_sample_are_read_in_one_call(rig: Rig) -> None:
@@ -261,8 +264,12 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
     assert lost == [{UUIDS[1]}] * 16
     assert calls <= 2 + 5  # Retries follow after 1, 2, 4, 8, ... s.
     assert set(again) == {UUIDS[0], UUIDS[1]}
-    assert (again[UUIDS[0]].xids, again[UUIDS[0]].last_xid, again[UUIDS[1]].xids) == (1, 79, 0)
-    assert again[UUIDS[0]].pcie_replays == 2
+    assert (again[UUIDS[0]]["xids"], again[UUIDS[0]]["last_xid"], again[UUIDS[1]]["xids"]) == (
+        1,
+        79,
+        0,
+    )
+    assert again[UUIDS[0]]["pcie_replays"] == 2
     assert rig.telemetry.losses == {UUIDS[0]: 1}
     (note,) = rig.telemetry.notes
     assert (
@@ -283,7 +290,7 @@ def test_lost_gpu_is_detected_from_the_result_of_a_field(rig: Rig) -> None:
     rig.nvml.write()
     again = rig.one(after_s=2)
 
-    assert (without.memory_temperature_c, without.power_w, again.memory_temperature_c) == (
+    assert (without["memory_temperature_c"], without["power_w"], again["memory_temperature_c"]) == (
         None,
         498.123,
         74,
@@ -301,7 +308,7 @@ def test_counter_growth_during_a_gap_is_reported_once(rig: Rig) -> None:
     rig.nvml.write()
     back, later = rig.one(after_s=10), rig.one()
 
-    assert (back.interval_ns, back.grown["pcie_replays"]) == (11 * SECOND, 3)
+    assert (back["interval_ns"], back.grown["pcie_replays"]) == (11 * SECOND, 3)
     assert later.grown["pcie_replays"] == 0
 
 
@@ -349,8 +356,8 @@ def test_xids_are_counted_per_gpu_and_at_most_64_per_sample(rig: Rig) -> None:
     rig.nvml.write(*["gpu 0 xid 31"] * 100, "gpu 1 xid 94", "gpu 2 xid 48")
     samples = [rig.sample(UUIDS[0], UUIDS[1]) for _ in range(2)]
 
-    assert [each[UUIDS[0]].xids for each in samples] == [64, 100]
-    assert (samples[1][UUIDS[1]].xids, samples[1][UUIDS[1]].last_xid) == (1, 94)
+    assert [each[UUIDS[0]]["xids"] for each in samples] == [64, 100]
+    assert (samples[1][UUIDS[1]]["xids"], samples[1][UUIDS[1]]["last_xid"]) == (1, 94)
     assert samples[1][UUIDS[0]].grown["xids"] == 36
 
 
@@ -370,13 +377,16 @@ def test_xids_of_other_gpus_are_counted_while_one_gpu_is_lost(rig: Rig) -> None:
     rig.nvml.write("gpu 0 xid 31")
     both = rig.sample()
 
-    assert (set(other), other[UUIDS[1]].xids) == ({UUIDS[1]}, 1)
-    assert [(both[uuid].xids, both[uuid].last_xid) for uuid in UUIDS[:2]] == [(1, 31), (1, 94)]
+    assert (set(other), other[UUIDS[1]]["xids"]) == ({UUIDS[1]}, 1)
+    assert [(both[uuid]["xids"], both[uuid]["last_xid"]) for uuid in UUIDS[:2]] == [
+        (1, 31),
+        (1, 94),
+    ]
 
 
 def test_xids_are_missing_without_permission_for_events(rig: Rig) -> None:
     rig.nvml.write("fail nvmlDeviceRegisterEvents 4")
-    assert (rig.one().xids, rig.one().sm_clock_hz) == (None, 17e8)
+    assert (rig.one()["xids"], rig.one()["sm_clock_hz"]) == (None, 17e8)
 
 
 def test_gpu_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
@@ -389,10 +399,10 @@ def test_gpu_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
     soon = rig.one()
     later = [rig.one(after_s=60), rig.one()]
 
-    assert [each.sm_active for each in refused] == [None] * 3
-    assert refused[0].busy == 0.97  # NVML's own value does not need GPM.
-    assert soon.sm_active is None
-    assert [each.sm_active for each in later] == [None, 0.8]
+    assert [each["sm_active"] for each in refused] == [None] * 3
+    assert refused[0]["busy"] == 0.97  # NVML's own value does not need GPM.
+    assert soon["sm_active"] is None
+    assert [each["sm_active"] for each in later] == [None, 0.8]
     (note,) = rig.telemetry.notes
     assert note.startswith(
         f"{UUIDS[0]}: activity of SMs, tensor cores and memory is not measured: GPM reports "
@@ -407,7 +417,7 @@ def test_driver_without_gpm_is_queried_only_once(rig: Rig, code: int, notes: int
     rig.nvml.write(f"fail nvmlGpmQueryDeviceSupport {code}")
     samples = [rig.one(after_s=100) for _ in range(3)]
 
-    assert [each.sm_active for each in samples] == [None] * 3
+    assert [each["sm_active"] for each in samples] == [None] * 3
     assert rig.nvml.calls("nvmlGpmQueryDeviceSupport") == 1
     assert len(rig.telemetry.notes) == notes
 
@@ -417,7 +427,7 @@ def test_gpu_activity_covers_the_interval_since_the_last_sample(rig: Rig) -> Non
     rig.one()
     rig.nvml.gpus[0]["gpm 2"] = 20
     rig.nvml.write()
-    assert [rig.one().sm_active for _ in range(2)] == [0.5, 0.2]
+    assert [rig.one()["sm_active"] for _ in range(2)] == [0.5, 0.2]
 
 
 def test_gpu_that_is_requested_twice_is_sampled_once(rig: Rig) -> None:
@@ -442,7 +452,7 @@ def test_mig_instance_is_found_by_its_uuid(rig: Rig) -> None:
     rig.nvml.write("fail nvmlDeviceRegisterEvents 3")
     sample = rig.one()
 
-    assert (sample.uuid, sample.memory_used_bytes, sample.power_w, sample.xids) == (
+    assert (sample["uuid"], sample["memory_used_bytes"], sample["power_w"], sample["xids"]) == (
         UUIDS[0],
         5 << 30,
         None,

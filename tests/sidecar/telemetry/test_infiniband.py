@@ -38,26 +38,38 @@ def test_counters_are_converted_to_their_units(tmp_path: Path) -> None:
     port(tmp_path)
     (sample,) = LinkTelemetry(tmp_path).sample(5 * SECOND, 77).values()
 
-    assert (sample.name, sample.layer, sample.active, sample.rate_bits) == (
+    assert (sample.name, sample["layer"], sample["active"], sample["rate_bits"]) == (
         "mlx5_0/1",
         "InfiniBand",
         True,
         4 * 10**11,
     )
-    assert (sample.transmitted_bytes, sample.received_bytes) == (4000, 8000)
-    assert (sample.transmitted_packets, sample.received_packets, sample.transmit_wait_ticks) == (
+    assert (sample["transmitted_bytes"], sample["received_bytes"]) == (4000, 8000)
+    assert (
+        sample["transmitted_packets"],
+        sample["received_packets"],
+        sample["transmit_wait_ticks"],
+    ) == (
         30,
         40,
         5,
     )
     assert (
-        sample.symbol_errors,
-        sample.link_recoveries,
-        sample.link_downs,
-        sample.receive_errors,
+        sample["symbol_errors"],
+        sample["link_recoveries"],
+        sample["link_downs"],
+        sample["receive_errors"],
     ) == (1, 0, 2, 3)
-    assert (sample.out_of_sequence, sample.sequence_errors, sample.ack_timeouts) == (7, 8, 9)
-    assert (sample.congestion_notifications, sample.interval_ns, sample.grown) == (11, None, {})
+    assert (sample["out_of_sequence"], sample["sequence_errors"], sample["ack_timeouts"]) == (
+        7,
+        8,
+        9,
+    )
+    assert (sample["congestion_notifications"], sample["interval_ns"], sample.grown) == (
+        11,
+        None,
+        {},
+    )
 
 
 def test_second_sample_contains_the_growth_of_counters(tmp_path: Path) -> None:
@@ -73,7 +85,7 @@ def test_second_sample_contains_the_growth_of_counters(tmp_path: Path) -> None:
         "received_bytes": 2000,
         "link_downs": 1,
     }
-    assert (sample.interval_ns, sample.active) == (5 * SECOND, False)
+    assert (sample["interval_ns"], sample["active"]) == (5 * SECOND, False)
 
 
 def test_missing_port_counters_are_none(tmp_path: Path) -> None:
@@ -84,13 +96,13 @@ def test_missing_port_counters_are_none(tmp_path: Path) -> None:
     )  # fmt: skip
     (sample,) = LinkTelemetry(tmp_path).sample(SECOND, 0).values()
 
-    assert (sample.name, sample.layer, sample.rate_bits) == ("rocep1s0/2", "Ethernet", None)
-    assert (sample.transmit_wait_ticks, sample.symbol_errors, sample.out_of_sequence) == (
+    assert (sample.name, sample["layer"], sample["rate_bits"]) == ("rocep1s0/2", "Ethernet", None)
+    assert (sample["transmit_wait_ticks"], sample["symbol_errors"], sample["out_of_sequence"]) == (
         None,
         None,
         None,
     )
-    assert sample.sequence_errors == 8
+    assert sample["sequence_errors"] == 8
 
 
 def test_new_ports_are_sampled_and_removed_ports_disappear(tmp_path: Path) -> None:

@@ -15,20 +15,15 @@ import pytest
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.support.ranks import HOST, Rank
 from tests.support.saved import save_and_load
-from tests.support.telemetry import read_gpus, read_links
-from torchlens_perf.analysis.statistics.hardware import (
-    GPU_COUNTERS,
-    GpuProperties,
-    GpuSample,
-    HardwareTotals,
-    counter_increases,
-)
+from tests.support.telemetry import read_samples
+from torchlens_perf.analysis.statistics.hardware import GpuProperties, HardwareTotals
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import GPUS, LINKS, Sample, build_sample
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.telemetry import log
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
@@ -52,7 +47,7 @@ class Gpus:
         self.notes: list[str] = []
         self.asked: list[tuple[str, ...]] = []
         self.closed = False
-        self._before: dict[str, GpuSample] = {}
+        self._before: dict[str, Sample] = {}
 
     def sample_gpus(
         self,
@@ -60,18 +55,16 @@ class Gpus:
         monotonic_ns: int,
         unix_ns: int,
         pids: Collection[int] = (),
-    ) -> dict[str, GpuSample]:
+    ) -> dict[str, Sample]:
         """Return samples of the GPUs that have values."""
         self.asked.append(tuple(uuids))
         samples = {}
         for uuid in uuids:
             if uuid in self.values:
                 values, before = self.values[uuid], self._before.get(uuid)
-                samples[uuid] = self._before[uuid] = GpuSample(
-                    uuid, monotonic_ns, unix_ns,
-                    interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
-                    grown=counter_increases(None if before is None else vars(before), values, GPU_COUNTERS), **values,
-                )  # fmt: skip
+                samples[uuid] = self._before[uuid] = build_sample(
+                    GPUS, uuid, monotonic_ns, unix_ns, {"uuid": uuid, **values}, before
+                )
                 self.facts[uuid] = GpuProperties("NVIDIA H200", "00000000:1B:00.0")
         return samples
 
@@ -117,7 +110,7 @@ def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: P
     assert rig.gpus.asked == [(FIRST, SECOND_GPU)] * 10
     assert len(rig.log.recent_samples(FIRST, 0, 1 << 62)) == 10
     assert [
-        each.sm_clock_hz
+        each["sm_clock_hz"]
         for each in rig.log.recent_samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)
     ] == [6] * 3
     assert rig.log.port_names == ["mlx5_0/1"]
@@ -148,8 +141,8 @@ def test_samples_read_back_from_files_equal_the_written_ones(
         rig.log.write_if_due(1 << 24)
     rig.seconds(1, FIRST)
     rig.log.write_if_due(1 << 24, final=True)
-    (gpu, samples), *others = read_gpus(run, HOST).items()
-    (link, of_link), *_ = read_links(run, HOST).items()
+    (gpu, samples), *others = read_samples(run, GPUS, HOST).items()
+    (link, of_link), *_ = read_samples(run, LINKS, HOST).items()
     rows = pq.read_table(run.path / "gpus").to_pandas()
 
     assert (gpu, len(samples), others, link, len(of_link)) == (FIRST, 61, [], "mlx5_0/1", 13)
@@ -194,7 +187,7 @@ def test_oldest_telemetry_files_are_removed_beyond_the_disk_limit(
 
     assert sum(sizes) <= (1 << 20) / 16
     assert rig.log.run_totals().dropped_files > 0
-    assert read_gpus(run, HOST)[FIRST][-1] == rig.log.recent_samples(FIRST, 0, 1 << 62)[-1]
+    assert read_samples(run, GPUS, HOST)[FIRST][-1] == rig.log.recent_samples(FIRST, 0, 1 << 62)[-1]
     state = node_state.NodeState(HOST, telemetry=save_and_load(rig.log.run_totals()))
     (note,) = [
         each for each in build_report("run", [state])["quality"]["notes"] if "telemetry" in each
@@ -224,7 +217,7 @@ def test_samples_that_did_not_fit_on_the_disk_are_written_later(
     rig.seconds(12, FIRST)
     rig.log.write_if_due(1 << 24)
 
-    assert len(read_gpus(run, HOST)[FIRST]) == 24
+    assert len(read_samples(run, GPUS, HOST)[FIRST]) == 24
 
 
 def test_oldest_unwritten_samples_are_dropped_above_the_limit(
@@ -237,7 +230,7 @@ def test_oldest_unwritten_samples_are_dropped_above_the_limit(
     rig.log.write_if_due(1 << 24)
     state = node_state.NodeState(HOST, telemetry=save_and_load(rig.log.run_totals()))
 
-    assert [each.monotonic_ns // SECOND for each in read_gpus(run, HOST)[FIRST]] == [
+    assert [each.monotonic_ns // SECOND for each in read_samples(run, GPUS, HOST)[FIRST]] == [
         *range(1004, 1014)
     ]
     assert (
@@ -289,7 +282,7 @@ def test_telemetry_totals_continue_after_a_restart_of_the_sidecar(
     assert [path.name for path in sorted((run.path / "gpus").iterdir())] == [
         f"{HOST}-000001.parquet", f"{HOST}-000002.parquet",
     ]  # fmt: skip
-    assert len(read_gpus(run, HOST)[FIRST]) == 24
+    assert len(read_samples(run, GPUS, HOST)[FIRST]) == 24
 
 
 def run_round(made: Sidecar) -> None:
@@ -344,13 +337,13 @@ def test_sidecar_samples_the_gpus_of_live_ranks(
     sidecar.close()
 
     assert rig.gpus.asked == [(FIRST, SECOND_GPU), (SECOND_GPU,)]
-    assert [[gpu.uuid for gpu in each.gpus] for each in exporter.hardware] == [
+    assert [[gpu.name for gpu in each.samples] for each in exporter.hardware] == [
         [FIRST, SECOND_GPU],
         [SECOND_GPU],
     ]
     assert exporter.hardware[0].names == dict.fromkeys((FIRST, SECOND_GPU), "NVIDIA H200")
     assert rig.gpus.closed
-    assert set(read_gpus(run, HOST)) == {FIRST, SECOND_GPU}
+    assert set(read_samples(run, GPUS, HOST)) == {FIRST, SECOND_GPU}
 
 
 def test_no_telemetry_is_sampled_if_switched_off(
@@ -440,7 +433,7 @@ def test_missing_telemetry_is_noted_once_in_the_report(
     run_round(sidecar)
     run_round(sidecar)
 
-    def fails(*args: object) -> dict[str, GpuSample]:
+    def fails(*args: object) -> dict[str, Sample]:
         raise ValueError("not a number")
 
     monkeypatch.setattr(rig.gpus, "sample_gpus", fails)

@@ -10,7 +10,8 @@ import pytest
 from tests.report.test_schema import node
 from tests.support.reports import checked
 from tests.support.tables import MS, mixed_table
-from torchlens_perf.analysis.statistics.hardware import GpuSample, GpuTotals, HardwareTotals
+from tests.support.telemetry import gpu_sample
+from torchlens_perf.analysis.statistics.hardware import GpuTotals, HardwareTotals
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.sketch import Sketch
@@ -27,7 +28,7 @@ def used_gpu(*busy: float, others: float | None = None, pid: int | None = None) 
     totals = GpuTotals()
     for second, share in enumerate(busy):
         totals.add_sample(
-            GpuSample(
+            gpu_sample(
                 UUID,
                 second,
                 second,
@@ -53,7 +54,7 @@ def report_on(
 def test_idle_share_of_the_samples_is_the_cost_of_launches() -> None:
     """The first sample of a run has no interval, and one second was spent in an evaluation."""
     telemetry = used_gpu(0.3, 0.3, 1.0, 0.3)
-    telemetry.gpus[UUID].add_sample(GpuSample(UUID, 9, 9, busy=0.9))
+    telemetry.gpus[UUID].add_sample(gpu_sample(UUID, 9, 9, busy=0.9))
     report = report_on(LAUNCHES, telemetry, caught_up=9)
     verdict = report["verdicts"][0]
 

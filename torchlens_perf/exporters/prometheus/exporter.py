@@ -35,9 +35,9 @@ from torchlens_perf.exporters.prometheus.families import convert_to_families
 from torchlens_perf.exporters.series import ArrayMeter
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.exporters import Assessment, ExportBatch
     from torchlens_perf.exporters.otlp_metrics import Sampled
+    from torchlens_perf.run.hardware_samples import HardwareSamples
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.verdicts.node_state import NodeState
 

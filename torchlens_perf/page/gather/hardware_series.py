@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.page.contents import MatrixColumns, TimeSeries
 from torchlens_perf.page.gather.thinning import json_size_bytes
+from torchlens_perf.run.hardware_samples import GPUS, LINK_ERRORS, LINKS, PROCESSES
 from torchlens_perf.store.reader import (
     ParquetFolder,
     concatenate_tables,
     make_error_collector,
     to_floats,
 )
-from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -12,12 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torchlens_perf.analysis.statistics.hardware import (
-    GPU_COUNTERS,
-    GpuProperties,
-    GpuSample,
-    counter_increases,
-)
+from torchlens_perf.analysis.statistics.hardware import GpuProperties
+from torchlens_perf.run.hardware_samples import GPUS, Sample, build_sample
 from torchlens_perf.run.processes import clock_without_cpu_wait_ns
 from torchlens_perf.sidecar.telemetry.nvml import (
     GETTERS,
@@ -61,7 +57,7 @@ class GpuTelemetry:
         self._pids: Collection[int] = ()
         self._xids: XidReader | None = None
         self._gpus: dict[str, _OpenGpu] = {}
-        self._before: dict[str, GpuSample] = {}
+        self._before: dict[str, Sample] = {}
         self._xid_counts: Counter[str] = Counter()
         self._last_xids: dict[str, int] = {}
         self._library_backoff = _RetryDelay()
@@ -80,7 +76,7 @@ class GpuTelemetry:
 
     def sample_gpus(
         self, uuids: Collection[str], monotonic_ns: int, unix_ns: int, pids: Collection[int] = ()
-    ) -> dict[str, GpuSample]:
+    ) -> dict[str, Sample]:
         """Return samples of these GPUs, without lost GPUs and GPUs that are paused after a failure.
 
         monotonic_ns, unix_ns: the current time on both clocks. pids: processes of the job's ranks.
@@ -91,7 +87,7 @@ class GpuTelemetry:
             self._gpus.pop(uuid).close()
         if not uuids or not self._init_nvml(monotonic_ns):
             return {}
-        samples: dict[str, GpuSample] = {}
+        samples: dict[str, Sample] = {}
         try:
             # Remove unused GPUs from the event set.
             if unused:
@@ -108,7 +104,7 @@ class GpuTelemetry:
             self._discard_handles(error, monotonic_ns)
         return samples
 
-    def _sample_gpu(self, uuid: str, monotonic_ns: int, unix_ns: int) -> GpuSample | None:
+    def _sample_gpu(self, uuid: str, monotonic_ns: int, unix_ns: int) -> Sample | None:
         """Return a sample, or None for a lost GPU. Raises NVMLError for an unloaded driver."""
         nvml, backoff = self._nvml, self._backoffs[uuid]
         begun_ns = self._clock_ns()
@@ -283,11 +279,11 @@ class _OpenGpu:
 
     def read_sample(
         self,
-        before: GpuSample | None,
+        before: Sample | None,
         monotonic_ns: int,
         unix_ns: int,
         known: Mapping[str, Any],
-    ) -> GpuSample:
+    ) -> Sample:
         """Return a sample with all readable values, and with the known ones.
 
         Values of slow fields are at most ten seconds old.
@@ -308,15 +304,8 @@ class _OpenGpu:
         for name in ("remapping_pending", "remapping_failed"):
             if name in values:
                 values[name] = bool(values[name])
-        earlier = vars(before) if before is not None else None
-        return GpuSample(
-            uuid=self._uuid,
-            monotonic_ns=monotonic_ns,
-            unix_ns=unix_ns,
-            interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
-            grown=counter_increases(earlier, values, GPU_COUNTERS),
-            **values,
-        )
+        values["uuid"] = self._uuid
+        return build_sample(GPUS, self._uuid, monotonic_ns, unix_ns, values, before)
 
     def _read_slow_fields(self, now_ns: int) -> dict[str, float]:
         if now_ns >= self._slow_due_ns:

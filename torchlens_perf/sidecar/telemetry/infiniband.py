@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from torchlens_perf.analysis.statistics.hardware import LINK_COUNTERS, LinkSample, counter_increases
+from torchlens_perf.run.hardware_samples import LINKS, Sample, build_sample
 from torchlens_perf.run.processes import read_kernel_text
 
 ROOT = Path("/sys/class/infiniband")
 _WORD_BYTES = 4  # The data counters count words of four bytes.
 _RESCAN_PERIOD_NS = 60_000_000_000
 
-# Columns: field of LinkSample, file below the port's folder, factor from the file's unit.
+# Columns: quantity of a port, file below the port's folder, factor from the file's unit.
 _COUNTERS = (
     ("transmitted_bytes", "counters/port_xmit_data", _WORD_BYTES),
     ("received_bytes", "counters/port_rcv_data", _WORD_BYTES),
@@ -45,9 +45,9 @@ class LinkTelemetry:
         self._ports: list[Path] = []
         self._rescan_due_ns = 0
         self._missing: set[Path] = set()
-        self._before: dict[Path, LinkSample] = {}
+        self._before: dict[Path, Sample] = {}
 
-    def sample(self, monotonic_ns: int, unix_ns: int) -> dict[str, LinkSample]:
+    def sample(self, monotonic_ns: int, unix_ns: int) -> dict[str, Sample]:
         """Return a sample of each port by the port's name, such as "mlx5_0/1".
 
         monotonic_ns, unix_ns: the current time on both clocks.
@@ -60,23 +60,18 @@ class LinkTelemetry:
             state = read_kernel_text(port / "state")
             if not state:  # The adapter's driver was unloaded.
                 continue
-            values = {name: self._read_counter(port / file, unit) for name, file, unit in _COUNTERS}
             before = self._before.get(port)
-            sample = LinkSample(
-                device=port.parent.parent.name,
-                port=int(port.name),
-                monotonic_ns=monotonic_ns,
-                unix_ns=unix_ns,
-                interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
-                layer=read_kernel_text(port / "link_layer") or None,
-                active="ACTIVE" in state,
-                rate_bits=_parse_rate(read_kernel_text(port / "rate")),
-                grown=counter_increases(
-                    vars(before) if before is not None else None, values, LINK_COUNTERS
-                ),
-                **values,
-            )
-            samples[sample.name] = self._before[port] = sample
+            values = {
+                "device": port.parent.parent.name,
+                "port": int(port.name),
+                "layer": read_kernel_text(port / "link_layer") or None,
+                "active": "ACTIVE" in state,
+                "rate_bits": _parse_rate(read_kernel_text(port / "rate")),
+                **{name: self._read_counter(port / file, unit) for name, file, unit in _COUNTERS},
+            }
+            name = f"{values['device']}/{values['port']}"
+            sample = build_sample(LINKS, name, monotonic_ns, unix_ns, values, before)
+            samples[name] = self._before[port] = sample
         return samples
 
     def _read_counter(self, file: Path, unit: int) -> int | None:

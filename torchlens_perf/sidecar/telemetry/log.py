@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
-from torchlens_perf.analysis.statistics.hardware import (
-    GpuSample,
-    GpuTotals,
-    HardwareSamples,
-    HardwareTotals,
-    LinkSample,
-    LinkTotals,
-    ProcessSample,
-    Sample,
-)
+from torchlens_perf.analysis.statistics.hardware import GpuTotals, HardwareTotals, LinkTotals
 from torchlens_perf.run.clock import Anchor, HostClock
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.hardware_samples import HardwareSamples, Sample
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
 from torchlens_perf.sidecar.telemetry.processes import sample_processes
-from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
+from torchlens_perf.store.samples import SampleWriter
 
 _SECOND_NS = 1_000_000_000
 _GPU_PERIOD_NS = _SECOND_NS
@@ -63,7 +54,7 @@ class TelemetryLog:
         self._gpu_due_ns = self._link_due_ns = self._process_due_ns = 0
         self._first_sample_ns: int | None = None
         self._written_ns = 0
-        self._recent: dict[str, deque[Any]] = {}  # samples by GPU or port
+        self._recent: dict[str, deque[Sample]] = {}  # samples by GPU or port
         self._unwritten: list[Sample] = []
         self._gpu_totals, self._link_totals, self._facts = saved.gpus, saved.links, saved.facts
         # Totals that earlier sidecars have counted.
@@ -78,8 +69,8 @@ class TelemetryLog:
         uuids: GPUs to sample. pids: process ids by rank.
         """
         now = self._now()
-        gpus: dict[str, GpuSample] = {}
-        links: dict[str, LinkSample] = {}
+        gpus: dict[str, Sample] = {}
+        links: dict[str, Sample] = {}
         if uuids and now.monotonic_ns >= self._gpu_due_ns:
             self._gpu_due_ns = now.monotonic_ns + _GPU_PERIOD_NS
             gpus = self._gpus.sample_gpus(uuids, now.monotonic_ns, now.unix_ns, set(pids.values()))
@@ -100,10 +91,10 @@ class TelemetryLog:
             return None
         self._add_samples(now, gpus, links)
         names = {uuid: name for uuid in gpus if (name := self._facts[uuid].name)}
-        return HardwareSamples(tuple(gpus.values()), tuple(links.values()), names)
+        return HardwareSamples((*gpus.values(), *links.values()), names)
 
     def _add_samples(
-        self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]
+        self, now: Anchor, gpus: Mapping[str, Sample], links: Mapping[str, Sample]
     ) -> None:
         for uuid, gpu in gpus.items():
             self._gpu_totals.setdefault(uuid, GpuTotals()).add_sample(gpu)
@@ -123,7 +114,7 @@ class TelemetryLog:
         if self._first_sample_ns is None:
             self._first_sample_ns = self._written_ns = now.monotonic_ns
 
-    def recent_samples(self, name: str, since_ns: int, until_ns: int) -> list[Any]:
+    def recent_samples(self, name: str, since_ns: int, until_ns: int) -> list[Sample]:
         """Return samples of a GPU or port between two times of CLOCK_MONOTONIC.
 
         name: the GPU's UUID, or a port such as "mlx5_0/1". Only samples of the last 15 minutes of a
@@ -158,12 +149,7 @@ class TelemetryLog:
         if not final and now_ns - self._written_ns < period_ns:
             return
         self._written_ns = now_ns
-        kinds = {GPUS: GpuSample, LINKS: LinkSample, PROCESSES: ProcessSample}
-        samples = {
-            folder: [each for each in self._unwritten if isinstance(each, kind)]
-            for folder, kind in kinds.items()
-        }
-        self._writer.write(samples, telemetry_disk_share(disk_bytes))
+        self._writer.write(self._unwritten, telemetry_disk_share(disk_bytes))
         self._unwritten.clear()
 
     def run_totals(self) -> HardwareTotals:

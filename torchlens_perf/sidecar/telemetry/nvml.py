@@ -33,7 +33,7 @@ def _mhz_to_hz(megahertz: int) -> int:
 
 
 class Field(NamedTuple):
-    """A field of nvmlDeviceGetFieldValues, with the name of the GpuSample field that it adds to."""
+    """A field of nvmlDeviceGetFieldValues, with the name of the quantity of a GPU that it adds to."""
 
     name: str
     id: int
@@ -98,7 +98,7 @@ NVLINK_FIELDS = (
 
 
 class Getter(NamedTuple):
-    """A function nvmlDeviceGet`function` with one value, which is a field of GpuSample."""
+    """A function nvmlDeviceGet`function` with one value, which is a quantity of a GPU."""
 
     name: str
     function: str

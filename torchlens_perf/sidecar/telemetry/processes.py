@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from torchlens_perf.analysis.statistics.hardware import ProcessSample
+from torchlens_perf.run.hardware_samples import PROCESSES, Sample, build_sample
 from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
 
 _TICK_NS = 1_000_000_000 // TICKS_PER_S
@@ -17,7 +17,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 def sample_processes(
     pids: Mapping[int, int], monotonic_ns: int, unix_ns: int, proc: str = "/proc"
-) -> list[ProcessSample]:
+) -> list[Sample]:
     """Return a sample of each rank's process and its children, such as data loader workers.
 
     pids: process ids by rank. Processes that have ended are left out.
@@ -43,19 +43,16 @@ def sample_processes(
         if namespace not in sent_by:
             sent_by[namespace] = _read_network_bytes(f"{proc}/{pid}/net/dev")
         sent = sent_by[namespace]
-        found.append(
-            ProcessSample(
-                rank=rank,
-                monotonic_ns=monotonic_ns,
-                unix_ns=unix_ns,
-                cpu_ns=ticks * _TICK_NS,
-                resident_bytes=sum(int(fields[21]) for fields in stats) * _PAGE_BYTES,
-                read_bytes=_sum_over_processes(io, "read_bytes"),
-                written_bytes=_sum_over_processes(io, "write_bytes"),
-                network_received_bytes=sent[0] if sent else None,
-                network_transmitted_bytes=sent[1] if sent else None,
-            )
-        )
+        values = {
+            "rank": rank,
+            "cpu_ns": ticks * _TICK_NS,
+            "resident_bytes": sum(int(fields[21]) for fields in stats) * _PAGE_BYTES,
+            "read_bytes": _sum_over_processes(io, "read_bytes"),
+            "written_bytes": _sum_over_processes(io, "write_bytes"),
+            "network_received_bytes": sent[0] if sent else None,
+            "network_transmitted_bytes": sent[1] if sent else None,
+        }
+        found.append(build_sample(PROCESSES, str(rank), monotonic_ns, unix_ns, values, before=None))
     return found
 
 

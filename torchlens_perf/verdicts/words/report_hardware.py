@@ -2,63 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from torchlens_perf.run.hardware_samples import GPUS, select_quantities
 
-class Gpu(TypedDict):
-    """Means, extremes and counter increases of one GPU over the run."""
-
-    uuid: str
-    name: str | None
-    pci_bus_id: str | None
-    host: str
-    ranks: list[int]
-    samples: int
-    measured_s: float
-    losses: int
-    slow_samples: int
-    sm_clock_hz: float | None
-    memory_clock_hz: float | None
-    power_w: float | None
-    temperature_c: float | None
-    busy: float | None
-    typical_busy: float | None
-    """Share of the median second in which a kernel of any process was running; None if not
-    measured."""
-    others_busy: float | None
-    """Share of the time in which processes outside the job used the GPU; None if not measured."""
-    other_pid: int | None
-    """The process outside the job that used the GPU most, at the newest sample with one."""
-    sm_active: float | None
-    sm_occupancy: float | None
-    tensor_active: float | None
-    dram_active: float | None
-    sm_clock_max_hz: float | None
-    power_limit_w: float | None
-    memory_temperature_c: float | None
-    memory_used_bytes: float | None
-    memory_total_bytes: float | None
-    temperature_max_c: float | None
-    power_max_w: float | None
-    throttled: dict[str, float]
-    """Share of the time in which clocks were lowered, for each reason."""
-    energy_j: float | None
-    xids: float | None
-    ecc_corrected: float | None
-    ecc_uncorrected: float | None
-    remapped_rows: float | None
-    pcie_replays: float | None
-    pcie_transmitted_bytes: float | None
-    pcie_received_bytes: float | None
-    nvlink_replays: float | None
-    nvlink_recoveries: float | None
-    nvlink_errors: float | None
-    nvlink_transmitted_bytes: float | None
-    nvlink_received_bytes: float | None
-    last_xid: int | None
-    remapping_pending: int | None
-    recovery_action: int | None
-    signals: dict[str, float]
+if TYPE_CHECKING:
+    Gpu = dict[str, Any]
+else:
+    Gpu = TypedDict(
+        "Gpu",
+        {
+            "uuid": str,
+            "name": str | None,
+            "pci_bus_id": str | None,
+            "host": str,
+            "ranks": list[int],
+            "samples": int,
+            "measured_s": float,
+            "losses": int,
+            "slow_samples": int,
+            # Share of the median second in which a kernel of any process was running.
+            "typical_busy": float | None,
+            "temperature_max_c": float | None,
+            "power_max_w": float | None,
+            # Share of the time in which clocks were lowered, for each reason.
+            "throttled": dict[str, float],
+            "signals": dict[str, float],
+            **dict.fromkeys(select_quantities(GPUS, "mean", "max", "growth"), float | None),
+            **dict.fromkeys(select_quantities(GPUS, "newest"), int | None),
+        },
+    )
+    Gpu.__doc__ = "Means, extremes and counter increases of one GPU over the run."
 
 
 class Link(TypedDict):
