@@ -184,7 +184,7 @@ class Config:
 
     nccl: Literal["auto", "on", "off"] = "off"
     """Time collectives on the device with NCCL's profiler plugin. "off" does not; "auto" does in every step with NCCL
-    2.28 to 2.30; "on" also does in one step of 50 with other versions from 2.27 on. NCCL then needs 33 MiB of shared
+    2.28 to 2.30; "on" also does in one step of 50 with later versions. NCCL then needs 33 MiB of shared
     memory per process and communicator; without that, nothing is timed. A plugin that the job has chosen is kept."""
 
     aggregate: Literal["sidecar", "device"] = "sidecar"

@@ -40,12 +40,6 @@ def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return made
 
 
-@pytest.fixture
-def nccl_4(nccl: FakeNccl) -> FakeNccl:
-    nccl.interface = 4
-    return nccl
-
-
 class Graph:
     """A replacement for torch.cuda.CUDAGraph."""
 
@@ -154,7 +148,7 @@ def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
 @pytest.mark.parametrize(
     ("version", "wish", "every"),
     [
-        ((2, 27, 7), "on", SAMPLED_EVERY), ((2, 28, 9), "auto", 1), ((2, 30, 7), "auto", 1), ((2, 30, 7), "on", 1),
+        ((2, 28, 9), "auto", 1), ((2, 30, 7), "auto", 1), ((2, 30, 7), "on", 1),
         ((2, 31, 2), "on", SAMPLED_EVERY), ((3, 0, 1), "on", SAMPLED_EVERY),
     ],
 )  # fmt: skip
@@ -234,13 +228,13 @@ def test_timing_ends_if_shared_memory_is_too_small_for_a_later_communicator(
 def test_plugin_is_not_set_for_an_old_nccl(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
+    with watched(tmp_path, monkeypatch, version=(2, 27, 7)) as recording:
         assert VARIABLE not in os.environ
     (note,) = recording.notes
-    assert "NCCL 2.26.2 does not report kernel times; 2.27 and newer versions do" in note
+    assert "NCCL 2.27.7 does not report kernel times; 2.28 and newer versions do" in note
 
 
-@pytest.mark.parametrize("version", [(2, 27, 7), (2, 31, 2)])
+@pytest.mark.parametrize("version", [(2, 31, 2), (2, 32, 3)])
 def test_plugin_is_set_for_an_untested_nccl_version_only_on_request(
     version: tuple[int, ...], nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +255,7 @@ def test_single_rank_has_no_nccl_notes(
     """NCCL runs no kernel in a job with one rank."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
+    with watched(tmp_path, monkeypatch, version=(2, 27, 7)) as recording:
         pass
     assert recording.notes == []
 
@@ -378,21 +372,6 @@ def test_replay_of_a_graph_with_unknown_contents_ends_timing(
     (note,) = recording.notes
     assert "a CUDA graph was replayed that was captured outside of watch()" in note
     nccl.finalize(context)
-
-
-def test_graph_capture_ends_timing_with_plugin_interface_4(
-    nccl_4: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interface 4 of the plugin does not report captured operations."""
-    for name in ("capture_begin", "capture_end"):
-        monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
-    with watched(tmp_path, monkeypatch, version=(2, 27, 7), wish="on") as recording:
-        assert nccl_4.load() == 4
-        context = nccl_4.communicator()
-        torch.cuda.CUDAGraph.capture_begin(Graph())
-        assert nccl_4.mask == 0
-    assert any("NCCL 2.27 does not report its contents" in note for note in recording.notes)
-    nccl_4.finalize(context)
 
 
 def test_nccl_timing_is_off_in_a_forked_child(

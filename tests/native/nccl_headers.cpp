@@ -57,19 +57,15 @@ EQUAL(ncclProfilerKernelChStop, NCCL_KERNEL_CH_STOP);
 
 void compare()
 {
-    compare_events<ncclProfilerEventDescr_v4_t, NcclEventV4>();
-    compare_functions<ncclProfiler_v4_t, ncclProfilerEventStateArgs_v4_t, NcclProfilerV4>();
-#if NEWEST >= 5
     EQUAL(ncclProfileGroupApi, NCCL_GROUP_API);
     EQUAL(ncclProfileCollApi, NCCL_COLL_API);
     EQUAL(ncclProfileP2pApi, NCCL_P2P_API);
-    compare_events<ncclProfilerEventDescr_v5_t, NcclEventV5>();
-    compare_calls<ncclProfilerEventDescr_v5_t, NcclEventV5>();
-    compare_functions<ncclProfiler_v5_t, ncclProfilerEventStateArgs_v5_t, NcclProfilerV5>();
-#endif
+    compare_events<ncclProfilerEventDescr_v5_t, NcclEvent>();
+    compare_calls<ncclProfilerEventDescr_v5_t, NcclEvent>();
+    compare_functions<ncclProfiler_v5_t, ncclProfilerEventStateArgs_v5_t, NcclProfiler>();
 #if NEWEST >= 6
-    compare_events<ncclProfilerEventDescr_v6_t, NcclEventV5>();
-    compare_calls<ncclProfilerEventDescr_v6_t, NcclEventV5>();
-    compare_functions<ncclProfiler_v6_t, ncclProfilerEventStateArgs_v6_t, NcclProfilerV5>();
+    compare_events<ncclProfilerEventDescr_v6_t, NcclEvent>();
+    compare_calls<ncclProfilerEventDescr_v6_t, NcclEvent>();
+    compare_functions<ncclProfiler_v6_t, ncclProfilerEventStateArgs_v6_t, NcclProfiler>();
 #endif
 }

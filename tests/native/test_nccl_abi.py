@@ -1,4 +1,4 @@
-"""Tests of the plugin's view of NCCL's structures against the documented layout of interfaces 4, 5
+"""Tests of the plugin's view of NCCL's structures against the documented layout of interfaces 5
 and 6.
 """
 
@@ -41,7 +41,7 @@ class P2pApi(ctypes.Structure):
 
 
 class Coll(ctypes.Structure):
-    """The structure of version 4. Version 5 appends the group."""
+    """The structure of version 5."""
 
     _fields_ = [
         ("sequence", c_uint64), ("function", c_char_p), ("send", c_void_p), ("receive", c_void_p),
@@ -51,7 +51,7 @@ class Coll(ctypes.Structure):
 
 
 class P2p(ctypes.Structure):
-    """The structure of version 4. Version 5 appends the group."""
+    """The structure of version 5."""
 
     _fields_ = [
         ("function", c_char_p), ("buffer", c_void_p), ("datatype", c_char_p), ("count", c_size_t), ("peer", c_int),
@@ -77,13 +77,7 @@ class Details(ctypes.Union):
     ]
 
 
-class EventV4(ctypes.Structure):
-    """The event of version 4, whose type is one byte."""
-
-    _fields_ = [("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
-
-
-class EventV5(ctypes.Structure):
+class Event(ctypes.Structure):
     """The event of versions 5 and 6."""
 
     _fields_ = [("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
@@ -111,31 +105,20 @@ def offset(path: str) -> int:
 
 def test_offsets_equal_those_of_the_documented_layout() -> None:
     """The numbers in this file equal those that follow from the documented order of fields."""
-    for event in (EventV4, EventV5):
-        assert {name: getattr(event, name).offset for name in EVENT} == EVENT
+    assert {name: getattr(Event, name).offset for name in EVENT} == EVENT
     assert {path: offset(path) for path in FIELDS} == FIELDS
-    assert EventV4.type.size == 1
-    assert EventV5.type.size == 8
+    assert Event.type.size == 8
     assert ctypes.sizeof(POINTER(c_int)) == 8
 
 
 def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
     """A compiler computes the offsets of the header."""
     wanted = {
-        **{
-            f"offsetof(NcclEventV{version}, {name})": value
-            for version in (4, 5)
-            for name, value in EVENT.items()
-        },
+        **{f"offsetof(NcclEvent, {name})": value for name, value in EVENT.items()},
         **{f"offsetof(NcclDetails, {path})": value for path, value in FIELDS.items()},
-        **{
-            f"offsetof(NcclProfilerV{version}, {name})": value
-            for version in (4, 5)
-            for name, value in PROFILER.items()
-        },
+        **{f"offsetof(NcclProfiler, {name})": value for name, value in PROFILER.items()},
         **VALUES,
-        "sizeof(((NcclEventV4 *)0)->type)": 1,
-        "sizeof(((NcclEventV5 *)0)->type)": 8,
+        "sizeof(((NcclEvent *)0)->type)": 8,
         "offsetof(NcclState, kernel_device_ns)": 0,
     }
     prints = "".join(f'    printf("%d\\n", (int)({expression}));\n' for expression in wanted)
@@ -159,13 +142,13 @@ def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
     assert dict(zip(wanted, map(int, printed.split()), strict=True)) == wanted
 
 
-def test_plugin_exports_interfaces_4_5_and_6_only() -> None:
-    """NCCL 2.26 and older find no known interface and continue without a plugin."""
+def test_plugin_exports_interfaces_5_and_6_only() -> None:
+    """NCCL 2.27 and older find no known interface and continue without a plugin."""
     path = nccl_plugin.find_plugin_file()
     assert path is not None
     library = ctypes.CDLL(str(path))
     found = [version for version in range(1, 10) if hasattr(library, f"ncclProfiler_v{version}")]
-    assert found == [4, 5, 6]
+    assert found == [5, 6]
     for version in found:
         name = c_char_p.in_dll(library, f"ncclProfiler_v{version}")
         assert name.value == b"torchlens_perf"
@@ -180,7 +163,7 @@ def test_newest_nccl_asks_for_an_interface_of_the_plugin() -> None:
     (library,) = Path(newest).glob("lib/python3*/site-packages/nvidia/nccl/lib/libnccl.so.2")
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         asked = {int(found[1]) for found in re.finditer(rb"ncclProfiler_v(\d+)\0", data)}
-    assert asked >= {4, 5, 6}
+    assert asked >= {5, 6}
     # A later interface is not implemented, and NCCL then asks for version 6.
     assert max(asked) <= 7
 
@@ -191,7 +174,7 @@ def test_plugin_header_equals_headers_of_nccl(tmp_path: Path) -> None:
     sources = os.environ.get("NCCL_SOURCES")
     if sources is None:
         pytest.skip("NCCL_SOURCES names no clone of https://github.com/NVIDIA/nccl")
-    for tag, newest in (("v2.27.7-1", 4), ("v2.28.9-1", 5), ("v2.29.7-1", 6), ("v2.30.7-1", 6)):
+    for tag, newest in (("v2.28.9-1", 5), ("v2.29.7-1", 6), ("v2.30.7-1", 6)):
         headers = tmp_path / tag / "profiler"
         headers.mkdir(parents=True)
         for name in (

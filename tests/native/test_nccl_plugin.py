@@ -73,7 +73,7 @@ def test_kernel_time_becomes_the_collectives_time(rig: NcclRig) -> None:
     # The duration is the host time of the issuing call.
     assert 0 < record["nested_ns"] < learnt_ns - issued_ns
     assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(8, 8)]
-    assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
+    assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0)
 
 
 def test_record_of_a_short_kernel_is_written_after_the_call_returns(rig: NcclRig) -> None:
@@ -198,24 +198,23 @@ def test_oldest_records_of_a_full_ring_are_overwritten_and_counted(rig: NcclRig)
 
 def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None:
     """NCCL does not report these operations, so their records are as without the plugin."""
-    seen, timed = (rig.nccl.expected_mask(timing=timing) for timing in (False, True))
-    assert rig.nccl.mask == timed
+    assert rig.nccl.mask == ON
     before = rig.collective(0)
     rig.nccl.plugin.switch_timing(on=False)
-    assert rig.nccl.mask == seen
+    assert rig.nccl.mask == SEEN
     rig.collective(1)
     assert operations_written(rig) == [(1, Flag.ASYNC)]
     rig.kernel(before)
     another = rig.nccl.communicator()
     # A communicator that is created while timing is off has the same mask.
-    assert rig.nccl.mask == seen
+    assert rig.nccl.mask == SEEN
     rig.nccl.plugin.switch_timing(on=True)
     rig.kernel(rig.collective(2))
     assert operations_written(rig) == [(0, TIMED), (2, TIMED)]
     rig.nccl.finalize(another)
     rig.nccl.plugin.switch_timing(on=False)
-    assert rig.nccl.mask == seen
-    assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
+    assert rig.nccl.mask == SEEN
+    assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0)
 
 
 def test_plugin_requests_events_before_a_watch(nccl_library: Path, tmp_path: Path) -> None:
@@ -282,23 +281,6 @@ def test_calls_of_a_coalesced_group_get_their_own_times(
     assert [number for number, _ in operations_written(rig)] == [1, 0]
 
 
-def test_coalesced_group_is_counted_and_untimed_with_interface_4(
-    make: Callable[[int], NcclRig],
-) -> None:
-    """Interface 4 reports the group only at its launch.
-
-    The records equal those made without the plugin.
-    """
-    rig = make(4)
-    rig.nccl.group_start()
-    issued = rig.issue(0)
-    rig.nccl.call(rig.context, -1, 1, 0)
-    rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
-    rig.nccl.group_end(rig.context, 0, 1)
-    assert operations_written(rig) == [(0, Flag(0))]
-    assert rig.nccl.plugin.counters()[:4] == (1, 0, 1, 0)
-
-
 @pytest.mark.parametrize("interface", [5, 6])
 def test_operation_without_a_kernel_has_no_end(
     interface: int, make: Callable[[int], NcclRig]
@@ -326,8 +308,7 @@ def test_operations_of_other_libraries_are_counted_but_not_recorded(rig: NcclRig
     on_thread(rig.nccl.collective, rig.context, 0, 2)
     rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     assert operations_written(rig) == [(0, Flag(0))]
-    counters = rig.nccl.plugin.counters()
-    assert (counters.unnamed, counters.elsewhere) == ((2, 0) if rig.nccl.interface == 4 else (0, 2))
+    assert rig.nccl.plugin.counters().elsewhere == 2
 
 
 @pytest.mark.parametrize("interface", [5, 6])

@@ -145,7 +145,6 @@ def test_captured_operation_stops_nccl_timing(
     """NCCL timing may be on or off during the capture."""
     job = make(interface)
     assert set(job.eager(3)) == {0}
-    job.rig.nccl.plugin.note_capture()
     job.rig.nccl.plugin.switch_timing(on=timing)
     graph = job.capture()
     assert job.rig.nccl.mask == 0
@@ -156,20 +155,6 @@ def test_captured_operation_stops_nccl_timing(
     ends = job.ends()
     assert ends == {number: TIMED if number < 3 else Flag.ASYNC for number in ends}
     assert len(ends) == job.number
-
-
-def test_capture_stops_nccl_timing_if_its_operations_are_not_reported(job: Job) -> None:
-    """Version 4 of the plugin interface does not report captured operations, so any capture stops
-    timing.
-
-    With other versions, timing continues until a captured operation is reported.
-    """
-    job.rig.nccl.plugin.note_capture()
-    if job.rig.nccl.interface == 4:
-        assert given_up(job) == GiveUpCause.CAPTURE_BEGAN
-    else:
-        assert job.rig.nccl.mask == ON
-        assert set(job.eager(2)) == {0}
 
 
 def test_replay_of_a_graph_with_unknown_contents_stops_nccl_timing(job: Job) -> None:
@@ -210,7 +195,7 @@ def test_too_many_communicators_stop_nccl_timing(job: Job) -> None:
     # Each communicator has two ranks and needs shared memory for both.
     has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES
     more = [job.rig.nccl.communicator() for _ in range(1023)]
-    assert job.rig.nccl.mask == (job.rig.nccl.expected_mask(timing=True) if has_room else 0)
+    assert job.rig.nccl.mask == (ON if has_room else 0)
     assert job.rig.nccl.library.fake_communicator(2, 0) is None
     assert given_up(job) == (GiveUpCause.MANY_COMMUNICATORS if has_room else GiveUpCause.NO_ROOM)
     for each in more:

@@ -1,4 +1,4 @@
-/* What the plugin needs to know of NCCL's profiler interface, versions 4 (NCCL 2.27), 5 (2.28) and 6 (2.29 and later).
+/* What the plugin needs to know of NCCL's profiler interface, versions 5 (NCCL 2.28) and 6 (2.29 and later).
  *
  * Written from the documented layout, and only as far as the plugin reads it. tests/native/test_nccl_abi.py holds it against
  * the whole layout. NCCL asks a library for the newest version that it knows, so that these go on to work with later ones.
@@ -18,7 +18,7 @@ enum nccl_event {
     NCCL_COLL = 1 << 1,
     NCCL_P2P = 1 << 2,
     NCCL_KERNEL_CH = 1 << 6,
-    NCCL_GROUP_API = 1 << 8, /* these three from version 5 on */
+    NCCL_GROUP_API = 1 << 8,
     NCCL_COLL_API = 1 << 9,
     NCCL_P2P_API = 1 << 10,
 };
@@ -68,18 +68,11 @@ typedef union {
 } NcclDetails;
 
 typedef struct {
-    uint8_t type;
+    uint64_t type;
     void *parent;
     int rank; /* in the communicator */
     NcclDetails details;
-} NcclEventV4;
-
-typedef struct {
-    uint64_t type;
-    void *parent;
-    int rank;
-    NcclDetails details;
-} NcclEventV5;
+} NcclEvent;
 
 typedef union {
     uint64_t kernel_device_ns;
@@ -90,32 +83,22 @@ typedef void (*NcclLog)(int level, unsigned long flags, const char *file, int li
 
 typedef struct {
     const char *name;
-    int (*init)(void **context, int *mask, const char *name, uint64_t id, int nodes, int ranks, int rank, NcclLog log);
-    int (*start)(void *context, void **handle, NcclEventV4 *event);
-    int (*stop)(void *handle);
-    int (*record)(void *handle, int state, NcclState *arguments);
-    int (*finalize)(void *context);
-} NcclProfilerV4;
-
-typedef struct {
-    const char *name;
     int (*init)(void **context, uint64_t id, int *mask, const char *name, int nodes, int ranks, int rank, NcclLog log);
-    int (*start)(void *context, void **handle, NcclEventV5 *event);
+    int (*start)(void *context, void **handle, NcclEvent *event);
     int (*stop)(void *handle);
     int (*record)(void *handle, int state, NcclState *arguments);
     int (*finalize)(void *context);
-} NcclProfilerV5; /* and 6, which adds types of events */
+} NcclProfiler;
 
 _Static_assert(sizeof(void *) == 8, "the offsets are those of 64-bit systems");
-_Static_assert(offsetof(NcclEventV4, parent) == 8 && offsetof(NcclEventV5, parent) == 8, "part of the interface");
-_Static_assert(offsetof(NcclEventV4, rank) == 16 && offsetof(NcclEventV5, rank) == 16, "part of the interface");
-_Static_assert(offsetof(NcclEventV4, details) == 24 && offsetof(NcclEventV5, details) == 24, "part of the interface");
+_Static_assert(offsetof(NcclEvent, parent) == 8 && offsetof(NcclEvent, rank) == 16, "part of the interface");
+_Static_assert(offsetof(NcclEvent, details) == 24, "part of the interface");
 _Static_assert(offsetof(NcclDetails, coll_api.captured) == 40, "part of the interface");
 _Static_assert(offsetof(NcclDetails, p2p_api.captured) == 32, "part of the interface");
 _Static_assert(offsetof(NcclDetails, coll.channels) == 56, "part of the interface");
 _Static_assert(offsetof(NcclDetails, p2p.peer) == 32 && offsetof(NcclDetails, p2p.channels) == 36,
                "part of the interface");
 _Static_assert(offsetof(NcclDetails, kernel_ch.device_ns) == 8, "part of the interface");
-_Static_assert(sizeof(NcclProfilerV4) == 48 && sizeof(NcclProfilerV5) == 48, "part of the interface");
+_Static_assert(sizeof(NcclProfiler) == 48, "part of the interface");
 
 #endif

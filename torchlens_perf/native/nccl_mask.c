@@ -10,7 +10,7 @@
 enum { MAX_MASKS = 4 };
 
 /* What is asked for always, until timing is given up: by NCCL's sources this makes it post nothing to its proxy thread. */
-static const int SEEN = NCCL_COLL_API | NCCL_P2P_API | NCCL_P2P, SEEN_V4 = NCCL_P2P;
+static const int SEEN = NCCL_COLL_API | NCCL_P2P_API | NCCL_P2P;
 static const int TIMED = NCCL_COLL | NCCL_KERNEL_CH;
 
 _Atomic int timing;
@@ -19,13 +19,12 @@ _Atomic uint32_t given_up_for;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the following; nothing is called with it */
 static struct {
     int *place; /* NCCL's own, one for each copy of NCCL in the process */
-    int version, users;
+    int users;
 } masks[MAX_MASKS];
-static int is_blind; /* to what is captured: there was a communicator of version 4 */
 
-static int mask_of(int version)
+static int wanted_mask(void)
 {
-    return is_given_up() ? 0 : (version < 5 ? SEEN_V4 : SEEN) | (is_timing() ? TIMED : 0);
+    return is_given_up() ? 0 : SEEN | (is_timing() ? TIMED : 0);
 }
 
 /* With the lock. */
@@ -33,23 +32,21 @@ static void write_masks(void)
 {
     for (int i = 0; i < MAX_MASKS; i++) {
         if (masks[i].place != NULL) {
-            __atomic_store_n(masks[i].place, mask_of(masks[i].version), __ATOMIC_RELAXED);
+            __atomic_store_n(masks[i].place, wanted_mask(), __ATOMIC_RELAXED);
         }
     }
 }
 
 /* One that there is no room for stays 0. */
-void mask_used(int *mask, int version)
+void mask_used(int *mask)
 {
     int set = 0;
     pthread_mutex_lock(&lock);
-    is_blind |= version < 5;
     for (int i = 0; i < MAX_MASKS; i++) {
         if (masks[i].place == mask || masks[i].place == NULL) {
             masks[i].place = mask;
-            masks[i].version = version;
             masks[i].users++;
-            set = mask_of(version);
+            set = wanted_mask();
             break;
         }
     }
@@ -84,16 +81,6 @@ void give_up(enum cause why)
                                                 memory_order_relaxed)) {
         switch_timing(0);
         begins_unknown();
-    }
-}
-
-void capture_begins(void)
-{
-    pthread_mutex_lock(&lock);
-    int blind = is_blind;
-    pthread_mutex_unlock(&lock);
-    if (blind) {
-        give_up(CAPTURE_BEGAN);
     }
 }
 

@@ -17,7 +17,6 @@ enum cause {
     CAPTURED_OPERATION,
     SELF_COPY,
     IMPOSSIBLE_TIME,
-    CAPTURE_BEGAN, /* and NCCL does not tell of what is captured */
     UNSEEN_GRAPH,
     MANY_COMMUNICATORS,
     NO_ROOM,
@@ -26,14 +25,12 @@ enum cause {
 extern _Atomic int timing;           /* whether NCCL is asked for the times of kernels */
 extern _Atomic uint32_t given_up_for; /* enum cause */
 
-/* A communicator whose NCCL reads this mask, by this version of the interface, is made; or gone. */
-void mask_used(int *mask, int version);
+/* A communicator whose NCCL reads this mask is made; or gone. */
+void mask_used(int *mask);
 void mask_unused(const int *mask);
 void switch_timing(int on);
 /* Nothing is timed any more, in this process. Waits for those who write the masks, on any thread. */
 void give_up(enum cause why);
-/* A graph will be captured. */
-void capture_begins(void);
 /* In a child process, whose parent's threads may have held the lock. */
 void masks_forked(void);
 

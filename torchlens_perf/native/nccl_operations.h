@@ -16,7 +16,6 @@ enum handle_type { OF_OPERATION = 1, OF_CHANNEL, OF_API, OF_GROUP_API, OF_NOTHIN
 enum counter {
     COMMUNICATORS, /* made since the library was loaded */
     ELSEWHERE,     /* that were not issued by a recorded call of torch.distributed */
-    UNNAMED,       /* nor launched in one, where version 4 does not report the call: a group's may be launched later */
     CROWDED,       /* that were in one group with so many others that they are not remembered */
     LOST,          /* whose kernels did not report their end */
     STALE,         /* events of operations that are over */

@@ -4,9 +4,9 @@
  * so has the same functions and variables. NCCL calls start() and stop() on the thread that issues, and, about the
  * kernel on each channel, start() and record() on its proxy thread.
  *
- * Which collective of torch an operation belongs to is asked on the thread that issues it (CollectiveMarks.claim()): from
- * version 5 on at the call of NCCL's API, before that when the kernel is launched. Handles are numbers and not addresses,
- * so that an event of an operation that is over, or of a graph that is replayed, is known as such and passed over.
+ * Which collective of torch an operation belongs to is asked at the call of NCCL's API, on the thread that issues it
+ * (CollectiveMarks.claim()). Handles are numbers and not addresses, so that an event of an operation that is over, or of
+ * a graph that is replayed, is known as such and passed over.
  */
 #include "nccl_abi.h"
 #include "nccl_mask.h"
@@ -35,12 +35,12 @@ static __thread struct {
     } promised[MAX_IN_GROUP];
 } group;
 
-static uint64_t claim(enum counter otherwise)
+static uint64_t claim(void)
 {
     const CollectiveMarks *attached = atomic_load_explicit(&marks, memory_order_acquire);
     uint64_t ticket = attached != NULL ? attached->claim() : 0;
     if (ticket == 0) {
-        count(otherwise);
+        count(ELSEWHERE);
     }
     return ticket;
 }
@@ -51,7 +51,7 @@ static void *called(bool captured)
     if (captured) {
         give_up(CAPTURED_OPERATION);
     }
-    uint64_t ticket = is_timing() ? claim(ELSEWHERE) : 0;
+    uint64_t ticket = is_timing() ? claim() : 0;
     if (ticket == 0) {
         return handle_of(OF_API, 0);
     }
@@ -94,14 +94,9 @@ static void group_ended(void)
 }
 
 /* An operation is being launched. */
-static void *launched(Communicator *communicator, const void *parent, uint32_t channels, int version)
+static void *launched(Communicator *communicator, const void *parent, uint32_t channels)
 {
-    uint64_t ticket;
-    if (version < 5) {
-        ticket = is_timing() ? claim(UNNAMED) : 0;
-    } else {
-        ticket = type_of(parent) == OF_API ? value_of(parent) : 0;
-    }
+    uint64_t ticket = type_of(parent) == OF_API ? value_of(parent) : 0;
     if (ticket == 0) {
         return NULL;
     }
@@ -109,11 +104,11 @@ static void *launched(Communicator *communicator, const void *parent, uint32_t c
     return operation_launched(communicator, ticket, channels);
 }
 
-static void *started(Communicator *communicator, uint64_t type, const void *parent, int rank,
-                     const NcclDetails *details, int version)
+static void *started(Communicator *communicator, const NcclEvent *event)
 {
-    switch (type) {
-    case NCCL_GROUP: /* without a handle, version 4 does not report what the group holds */
+    const NcclDetails *details = &event->details;
+    switch (event->type) {
+    case NCCL_GROUP: /* without a handle, NCCL might not report what the group holds */
         return handle_of(OF_NOTHING, 0);
     case NCCL_GROUP_API:
         return handle_of(is_timing() ? OF_GROUP_API : OF_NOTHING, 0);
@@ -122,30 +117,22 @@ static void *started(Communicator *communicator, uint64_t type, const void *pare
     case NCCL_P2P_API:
         return called(details->p2p_api.captured);
     case NCCL_COLL:
-        return launched(communicator, parent, details->coll.channels, version);
+        return launched(communicator, event->parent, details->coll.channels);
     case NCCL_P2P:
-        if (details->p2p.peer == rank) {
+        if (details->p2p.peer == event->rank) {
             give_up(SELF_COPY);
         }
-        return launched(communicator, parent, details->p2p.channels, version);
+        return launched(communicator, event->parent, details->p2p.channels);
     case NCCL_KERNEL_CH:
-        return operation_began(parent, details->kernel_ch.device_ns);
+        return operation_began(event->parent, details->kernel_ch.device_ns);
     default:
         return NULL;
     }
 }
 
-static int start_v4(void *context, void **handle, NcclEventV4 *event)
+static int start(void *context, void **handle, NcclEvent *event)
 {
-    *handle =
-        context == NULL ? NULL : started(context, event->type, event->parent, event->rank, &event->details, 4);
-    return NCCL_SUCCESS;
-}
-
-static int start_v5(void *context, void **handle, NcclEventV5 *event)
-{
-    *handle =
-        context == NULL ? NULL : started(context, event->type, event->parent, event->rank, &event->details, 5);
+    *handle = context == NULL ? NULL : started(context, event);
     return NCCL_SUCCESS;
 }
 
@@ -181,14 +168,15 @@ static bool has_room(int nodes, int ranks)
 }
 
 /* One without a context is not looked at: it might do what only the host or only the device counts. */
-static int init(void **context, int *mask, int version, int nodes, int ranks)
+static int init(void **context, uint64_t id, int *mask, const char *name, int nodes, int ranks, int rank, NcclLog log)
 {
+    (void)name, (void)id, (void)rank, (void)log;
     count(COMMUNICATORS);
     *context = NULL;
     if (!has_room(nodes, ranks)) {
         give_up(NO_ROOM);
     }
-    mask_used(mask, version);
+    mask_used(mask);
     for (int i = 0; i < MAX_COMMUNICATORS; i++) {
         Communicator *communicator = &communicators[i];
         if (!atomic_exchange_explicit(&communicator->used, 1, memory_order_acquire)) {
@@ -202,18 +190,6 @@ static int init(void **context, int *mask, int version, int nodes, int ranks)
     return NCCL_SUCCESS;
 }
 
-static int init_v4(void **context, int *mask, const char *name, uint64_t id, int nodes, int ranks, int rank, NcclLog log)
-{
-    (void)name, (void)id, (void)rank, (void)log;
-    return init(context, mask, 4, nodes, ranks);
-}
-
-static int init_v5(void **context, uint64_t id, int *mask, const char *name, int nodes, int ranks, int rank, NcclLog log)
-{
-    (void)name, (void)id, (void)rank, (void)log;
-    return init(context, mask, 5, nodes, ranks);
-}
-
 static int finalize(void *context)
 {
     if (context != NULL) {
@@ -225,9 +201,9 @@ static int finalize(void *context)
     return NCCL_SUCCESS;
 }
 
-EXPORT const NcclProfilerV4 ncclProfiler_v4 = {"torchlens_perf", init_v4, start_v4, stop, record, finalize};
-EXPORT const NcclProfilerV5 ncclProfiler_v5 = {"torchlens_perf", init_v5, start_v5, stop, record, finalize};
-EXPORT const NcclProfilerV5 ncclProfiler_v6 = {"torchlens_perf", init_v5, start_v5, stop, record, finalize};
+EXPORT const NcclProfiler ncclProfiler_v5 = {"torchlens_perf", init, start, stop, record, finalize};
+/* Version 6 adds types of events. */
+EXPORT const NcclProfiler ncclProfiler_v6 = {"torchlens_perf", init, start, stop, record, finalize};
 
 /* What to record with; NULL for nothing. Returns 0 for another version of the interface. */
 EXPORT int torchlens_perf_nccl_attach(const CollectiveMarks *attached)
@@ -243,12 +219,6 @@ EXPORT int torchlens_perf_nccl_attach(const CollectiveMarks *attached)
 EXPORT void torchlens_perf_nccl_switch(int on)
 {
     switch_timing(on);
-}
-
-/* Before a CUDA graph is captured. */
-EXPORT void torchlens_perf_nccl_capture_begins(void)
-{
-    capture_begins();
 }
 
 /* A CUDA graph is replayed of which nobody knows what it holds: nothing of communicators that are yet to be made. */

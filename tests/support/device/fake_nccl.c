@@ -1,5 +1,5 @@
-/* NCCL without a GPU: loads the plugin that NCCL_PROFILER_PLUGIN names, and calls it as NCCL 2.27 (interface 4), 2.28 (5) and
- * 2.29 (6) do: the same order, the same threads, the mask read where NCCL reads it.
+/* NCCL without a GPU: loads the plugin that NCCL_PROFILER_PLUGIN names, and calls it as NCCL 2.28 (interface 5) and 2.29 (6)
+ * do: the same order, the same threads, the mask read where NCCL reads it.
  *
  * The structures are written from the documented layout, whole, and apart from those that the plugin reads with. The
  * device's clock is the caller's: every time is a parameter. With -DPROGRAM it is a program, for the thread sanitizer.
@@ -18,7 +18,7 @@
 enum { GROUP = 1, COLL = 2, P2P = 4, KERNEL_CH = 64, GROUP_API = 256, COLL_API = 512, P2P_API = 1024 };
 enum { KERNEL_CH_STOP = 22, GROUP_START_API_STOP = 23, GROUP_END_API_START = 24, MAX_CHANNELS = 64, MAX_QUEUED = 256 };
 
-struct coll_v4 {
+struct coll {
     uint64_t sequence;
     const char *func;
     const void *sendbuff;
@@ -29,7 +29,7 @@ struct coll_v4 {
     uint8_t channels, warps;
     const char *algo, *proto;
 };
-struct p2p_v4 {
+struct p2p {
     const char *func;
     void *buff;
     const char *datatype;
@@ -46,18 +46,6 @@ struct proxy_op {
     uint8_t channel;
     int peer, steps, chunk_size, is_send;
 };
-
-typedef struct {
-    uint8_t type;
-    void *parent;
-    int rank;
-    union {
-        struct coll_v4 coll;
-        struct p2p_v4 p2p;
-        struct proxy_op proxy_op;
-        struct kernel_ch kernel_ch;
-    };
-} EventV4;
 
 typedef struct {
     uint64_t type;
@@ -84,11 +72,11 @@ typedef struct {
             bool captured;
         } p2p_api;
         struct {
-            struct coll_v4 coll;
+            struct coll coll;
             void *parent_group;
         };
         struct {
-            struct p2p_v4 p2p;
+            struct p2p p2p;
             void *p2p_parent_group;
         };
         struct proxy_op proxy_op;
@@ -108,14 +96,6 @@ typedef union {
 typedef void (*Log)(int, unsigned long, const char *, int, const char *, ...);
 typedef struct {
     const char *name;
-    int (*init)(void **, int *, const char *, uint64_t, int, int, int, Log);
-    int (*start)(void *, void **, EventV4 *);
-    int (*stop)(void *);
-    int (*record)(void *, int, StateArguments *);
-    int (*finalize)(void *);
-} ProfilerV4;
-typedef struct {
-    const char *name;
     int (*init)(void **, uint64_t, int *, const char *, int, int, int, Log);
     int (*start)(void *, void **, EventV5 *);
     int (*stop)(void *);
@@ -123,7 +103,6 @@ typedef struct {
     int (*finalize)(void *);
 } ProfilerV5;
 
-static const ProfilerV4 *v4;
 static const ProfilerV5 *v5;
 static int event_mask; /* NCCL's own, which the plugin writes */
 
@@ -152,17 +131,14 @@ int fake_load(int newest)
 {
     const char *name = getenv("NCCL_PROFILER_PLUGIN");
     void *library = name != NULL ? dlopen(name, RTLD_NOW | RTLD_LOCAL) : NULL;
-    v4 = NULL, v5 = NULL;
+    v5 = NULL;
     if (library == NULL) {
         return 0;
     }
     if (newest >= 6 && (v5 = dlsym(library, "ncclProfiler_v6")) != NULL) {
         return 6;
     }
-    if (newest >= 5 && (v5 = dlsym(library, "ncclProfiler_v5")) != NULL) {
-        return 5;
-    }
-    return (v4 = dlsym(library, "ncclProfiler_v4")) != NULL ? 4 : 0;
+    return (v5 = dlsym(library, "ncclProfiler_v5")) != NULL ? 5 : 0;
 }
 
 static int start_nothing(void *context, void **handle, EventV5 *event)
@@ -201,17 +177,13 @@ int fake_mask(void)
 void *fake_communicator(int ranks, int rank)
 {
     void *context = NULL;
-    if (v5 != NULL) {
-        v5->init(&context, 0xabcdef, &event_mask, "group", 1, ranks, rank, log_nothing);
-    } else {
-        v4->init(&context, &event_mask, "group", 0xabcdef, 1, ranks, rank, log_nothing);
-    }
+    v5->init(&context, 0xabcdef, &event_mask, "group", 1, ranks, rank, log_nothing);
     return context;
 }
 
 void fake_finalize(void *context)
 {
-    v5 != NULL ? v5->finalize(context) : v4->finalize(context);
+    v5->finalize(context);
 }
 
 #include "fake_works.h"
@@ -225,7 +197,7 @@ void fake_set_mask(int mask)
 static void stop(void *handle)
 {
     if (handle != NULL) {
-        v5 != NULL ? v5->stop(handle) : v4->stop(handle);
+        v5->stop(handle);
     }
 }
 
@@ -238,7 +210,7 @@ Task *fake_call(void *context, int peer, int channels, int captured)
     task->peer = peer;
     task->captured = captured;
     group.mask = fake_mask();
-    if (v5 != NULL && group.mask != 0) {
+    if (group.mask != 0) {
         if (group.api == NULL) {
             EventV5 event = {.type = GROUP_API, .group_api = {captured, group.depth}};
             v5->start(context, &group.api, &event);
@@ -247,7 +219,7 @@ Task *fake_call(void *context, int peer, int channels, int captured)
             }
         }
     }
-    if (v5 != NULL && group.mask & (KERNEL_CH | (peer >= 0 ? P2P_API | P2P : COLL_API | COLL))) {
+    if (group.mask & (KERNEL_CH | (peer >= 0 ? P2P_API | P2P : COLL_API | COLL))) {
         EventV5 event = {.type = peer >= 0 ? P2P_API : COLL_API, .parent = group.api};
         if (peer >= 0) {
             event.p2p_api.func = "Send", event.p2p_api.count = 1024, event.p2p_api.datatype = "ncclFloat32";
@@ -259,9 +231,7 @@ Task *fake_call(void *context, int peer, int channels, int captured)
         v5->start(context, &group.coll_api, &event);
         task->api = group.coll_api;
     }
-    if (v5 != NULL) {
-        stop(group.coll_api); /* also that of an earlier call, as NCCL does */
-    }
+    stop(group.coll_api); /* also that of an earlier call, as NCCL does */
     task->mask = group.mask; /* read before the plugin was notified of the call */
     if (group.queued < MAX_QUEUED) {
         group.tasks[group.queued++] = task;
@@ -275,25 +245,13 @@ static void start_task(void *context, int rank, Task *task)
     if (!(task->mask & (task->type | KERNEL_CH))) {
         return;
     }
-    if (v5 != NULL) {
-        EventV5 event = {.type = (uint64_t)task->type, .parent = task->api, .rank = rank};
-        if (task->type == P2P) {
-            event.p2p = (struct p2p_v4){.func = "Send", .peer = task->peer, .channels = (uint8_t)task->channels};
-        } else {
-            event.coll = (struct coll_v4){.func = "AllReduce", .count = 1024, .channels = (uint8_t)task->channels};
-        }
-        v5->start(context, &task->handle, &event);
+    EventV5 event = {.type = (uint64_t)task->type, .parent = task->api, .rank = rank};
+    if (task->type == P2P) {
+        event.p2p = (struct p2p){.func = "Send", .peer = task->peer, .channels = (uint8_t)task->channels};
     } else {
-        EventV4 event;
-        memset(&event, 0xa5, sizeof event); /* NCCL does not set the padding between the fields */
-        event.type = (uint8_t)task->type, event.rank = rank;
-        if (task->type == P2P) {
-            event.p2p = (struct p2p_v4){.func = "Send", .peer = task->peer, .channels = (uint8_t)task->channels};
-        } else {
-            event.coll = (struct coll_v4){.func = "AllReduce", .count = 1024, .channels = (uint8_t)task->channels};
-        }
-        v4->start(context, &task->handle, &event);
+        event.coll = (struct coll){.func = "AllReduce", .count = 1024, .channels = (uint8_t)task->channels};
     }
+    v5->start(context, &task->handle, &event);
 }
 
 void fake_group_start(void)
@@ -310,19 +268,12 @@ void fake_group_end(void *context, int rank, int kernels)
     void *plan = NULL;
     int told = group.queued > 0 && group.tasks[0]->mask & (COLL | P2P | KERNEL_CH);
     if (kernels && told) {
-        if (v5 != NULL) {
-            v5->record(group.api, GROUP_END_API_START, NULL);
-            EventV5 event = {.type = GROUP};
-            v5->start(context, &plan, &event);
-        } else {
-            EventV4 event = {.type = GROUP};
-            v4->start(context, &plan, &event);
-        }
+        v5->record(group.api, GROUP_END_API_START, NULL);
+        EventV5 event = {.type = GROUP};
+        v5->start(context, &plan, &event);
     }
     for (int i = 0; kernels && i < group.queued; i++) {
-        if (v5 != NULL || plan != NULL) {
-            start_task(context, rank, group.tasks[i]);
-        }
+        start_task(context, rank, group.tasks[i]);
     }
     for (int i = 0; i < group.queued; i++) {
         stop(group.tasks[i]->handle);
@@ -331,9 +282,7 @@ void fake_group_end(void *context, int rank, int kernels)
         }
     }
     stop(plan);
-    if (v5 != NULL) {
-        stop(group.api);
-    }
+    stop(group.api);
     group.api = NULL;
     group.queued = 0;
 }
@@ -362,13 +311,8 @@ void fake_kernel_began(void *context, Task *task, int channel, uint64_t p_timer)
     if (!(task->mask & KERNEL_CH)) {
         return;
     }
-    if (v5 != NULL) {
-        EventV5 event = {.type = KERNEL_CH, .parent = task->handle, .kernel_ch = {(uint8_t)channel, p_timer}};
-        v5->start(context, &task->kernels[channel], &event);
-    } else {
-        EventV4 event = {.type = KERNEL_CH, .parent = task->handle, .kernel_ch = {(uint8_t)channel, p_timer}};
-        v4->start(context, &task->kernels[channel], &event);
-    }
+    EventV5 event = {.type = KERNEL_CH, .parent = task->handle, .kernel_ch = {(uint8_t)channel, p_timer}};
+    v5->start(context, &task->kernels[channel], &event);
 }
 
 /* Runs on the proxy thread: the kernel has ended. The handle stays, for a test that reports the end again. */
@@ -377,7 +321,7 @@ void fake_kernel_ended(Task *task, int channel, uint64_t p_timer)
     void *handle = task->kernels[channel];
     if (handle != NULL) {
         StateArguments arguments = {.kernel_ch = {p_timer}};
-        v5 != NULL ? v5->record(handle, KERNEL_CH_STOP, &arguments) : v4->record(handle, KERNEL_CH_STOP, &arguments);
+        v5->record(handle, KERNEL_CH_STOP, &arguments);
         stop(handle);
     }
 }
@@ -467,7 +411,7 @@ double fake_cost_ns(void *context, const Marks *marks, int channels, int rounds)
             group.mask = fake_mask();
             task.mask = group.mask;
             task.api = NULL, task.handle = NULL;
-            if (v5 != NULL && group.mask != 0) { /* each mask used here has calls */
+            if (group.mask != 0) { /* each mask used here has calls */
                 EventV5 grouped = {.type = GROUP_API}, called = {.type = COLL_API};
                 v5->start(context, &group.api, &grouped);
                 v5->record(group.api, GROUP_START_API_STOP, NULL);
@@ -475,9 +419,7 @@ double fake_cost_ns(void *context, const Marks *marks, int channels, int rounds)
                 v5->start(context, &group.coll_api, &called);
                 task.api = group.coll_api;
             }
-            if (v5 != NULL) {
-                stop(group.coll_api);
-            }
+            stop(group.coll_api);
             group.tasks[group.queued++] = &task;
             fake_group_end(context, 0, 1);
         }
@@ -590,10 +532,10 @@ int main(void)
         fake_finalize(streams[i].context);
     }
     attach(NULL);
-    uint64_t values[7];
+    uint64_t values[6];
     read_counters(values);
     printf("claimed %llu told %llu lost %llu\n", (unsigned long long)claimed, (unsigned long long)told,
-           (unsigned long long)values[4]);
+           (unsigned long long)values[3]);
     return claimed == told ? 0 : 1;
 }
 #endif

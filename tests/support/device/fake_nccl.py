@@ -18,9 +18,9 @@ from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
 
 HERE = Path(__file__).parent
-INTERFACES = {4: (2, 27, 7), 5: (2, 28, 9), 6: (2, 29, 7)}
+INTERFACES = {5: (2, 28, 9), 6: (2, 29, 7)}
 # Event mask of P2p, CollApi and P2pApi.
-SEEN, SEEN_V4 = 4 | 512 | 1024, 4
+SEEN = 4 | 512 | 1024
 # Event mask of Coll and KernelCh.
 TIMED = 2 | 64
 ON = SEEN | TIMED
@@ -105,10 +105,6 @@ class FakeNccl:
         context = self.library.fake_communicator(ranks, rank)
         assert context
         return int(context)
-
-    def expected_mask(self, *, timing: bool) -> int:
-        """Return the event mask that this interface requests until the plugin stops timing."""
-        return (SEEN_V4 if self.interface == 4 else SEEN) | (TIMED if timing else 0)
 
     @property
     def mask(self) -> int:

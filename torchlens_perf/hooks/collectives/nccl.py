@@ -33,10 +33,6 @@ _TOO_LATE = (
 )
 _PROBLEM_NOTES = {
     "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
-    "unnamed": (
-        "NCCL operations are not recorded, because NCCL 2.27 does not identify operations of an"
-        " NCCL group and operations that were not issued through torch.distributed"
-    ),
     "crowded": "collectives have no end time, because an NCCL group had more than 64 of them",
     "lost": "collectives have no end time, because NCCL did not report it",
 }
@@ -44,7 +40,6 @@ _GIVEN_UP = {
     GiveUpCause.CAPTURED_OPERATION: "an operation of NCCL was captured in a CUDA graph",
     GiveUpCause.SELF_COPY: "a rank sent to itself, as in all-to-all",
     GiveUpCause.IMPOSSIBLE_TIME: "NCCL reported an impossible time for a kernel",
-    GiveUpCause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not report its contents",
     GiveUpCause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
     GiveUpCause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
     GiveUpCause.NO_ROOM: (
@@ -111,7 +106,7 @@ class NcclHook:
         self._every = nccl_plugin.compute_timing_interval(nccl, asked_for=self._wish == "on")
         if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
             return (
-                f"NCCL {'.'.join(map(str, nccl))} does not report kernel times; 2.27 and newer"
+                f"NCCL {'.'.join(map(str, nccl))} does not report kernel times; 2.28 and newer"
                 " versions do"
             )
         if self._every == 0:
@@ -256,7 +251,6 @@ class _GraphCaptureWatcher:
         def note_capture(captured: Any) -> None:
             if not is_detached:
                 _remember_graph(captured)
-                plugin.note_capture()
                 change_capture_count(1)
 
         @guard("a replay with NCCL")

@@ -20,7 +20,7 @@ from torchlens_perf.interruption import ours
 from torchlens_perf.run import ownership
 
 VARIABLE = "NCCL_PROFILER_PLUGIN"
-OLDEST_NCCL = (2, 27)
+OLDEST_NCCL = (2, 28)
 SAMPLED_EVERY = 50
 """Interval of timed steps with versions of NCCL for which timing is costly.
 """
@@ -50,11 +50,9 @@ class GiveUpCause(IntEnum):
     CAPTURED_OPERATION = 1
     SELF_COPY = 2
     IMPOSSIBLE_TIME = 3
-    CAPTURE_BEGAN = 4
-    """A capture began with a version of NCCL that does not report captured operations."""
-    UNSEEN_GRAPH = 5
-    MANY_COMMUNICATORS = 6
-    NO_ROOM = 7
+    UNSEEN_GRAPH = 4
+    MANY_COMMUNICATORS = 5
+    NO_ROOM = 6
 
 
 class PluginCounters(NamedTuple):
@@ -63,8 +61,6 @@ class PluginCounters(NamedTuple):
     communicators: int
     elsewhere: int
     """Operations that were not issued by a recorded call of torch.distributed."""
-    unnamed: int
-    """Operations of NCCL 2.27 that cannot be matched to a recorded call."""
     crowded: int
     """Collectives of torch beyond 64 in one NCCL group."""
     lost: int
@@ -81,7 +77,6 @@ class NcclPlugin:
         self._attach = library.torchlens_perf_nccl_attach
         self._attach.argtypes = [ctypes.c_void_p]
         self._switch = library.torchlens_perf_nccl_switch
-        self.note_capture = library.torchlens_perf_nccl_capture_begins
         self.note_unseen_graph = library.torchlens_perf_nccl_unseen_graph
         """Notes that the job replays a CUDA graph whose operations were not captured in a watch."""
         self.reset_after_fork = library.torchlens_perf_nccl_forked
@@ -168,11 +163,11 @@ def compute_timing_interval(nccl: tuple[int, ...], *, asked_for: bool) -> int:
     (docs/internals/decisions).
 
     Timing costs 0.3 to 0.4 % with NCCL 2.28 to 2.30, and 10 % of a small all-reduce with 2.31
-    (nccl#2355). NCCL 2.27 ran out of room in its proxy during an all-to-all (nccl#2039).
+    (nccl#2355).
     """
-    if (2, 28) <= nccl[:2] <= (2, 30):
+    if OLDEST_NCCL <= nccl[:2] <= (2, 30):
         return 1
-    return SAMPLED_EVERY if asked_for and nccl[:2] >= OLDEST_NCCL else 0
+    return SAMPLED_EVERY if asked_for and nccl[:2] > OLDEST_NCCL else 0
 
 
 def find_shared_memory_problem(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
