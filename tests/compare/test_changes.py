@@ -102,8 +102,8 @@ def test_one_run_a_side_uses_the_assumed_spread() -> None:
     (large,) = compared(np.array([[100.0]]), np.array([[150.0]]))
     assert small.outcome is Outcome.UNKNOWN
     assert large.outcome is Outcome.CHANGED
-    # 5 * sqrt(2) is the standard error, 1.96 the 97.5 % quantile of a normal distribution.
-    assert large.high - large.difference == pytest.approx(1.96 * 5 * 2**0.5, rel=0.02)
+    # 5 * sqrt(2) is the standard error, 2.24 the 98.75 % quantile of a normal distribution.
+    assert large.high - large.difference == pytest.approx(2.24 * 5 * 2**0.5, rel=0.02)
 
 
 def test_noise_within_the_runs_widens_the_interval() -> None:

@@ -13,7 +13,7 @@ from tests.support.simulated_runs import simulate_run
 from torchlens_perf.commands.cli import main
 from torchlens_perf.compare.changes import Outcome
 from torchlens_perf.compare.comparison import build_comparison, compare_runs
-from torchlens_perf.compare.measures import STEP, Kind, Measure
+from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure
 from torchlens_perf.compare.screens import build_headline
 
 SLOWER = ("--fault", "constant:rank=1,share=0.4,phase=forward,since=0")
@@ -125,6 +125,29 @@ def test_result_that_is_not_known_comes_with_the_runs_that_would_tell(runs: Path
     assert "runs of each side in turn" in few
     assert "runs differ by 0.5%" in few
     assert "no change below" in many
+
+
+@pytest.mark.parametrize(
+    ("measure", "before", "after", "outcome"),
+    [
+        (Measure(Kind.COLLECTIVE, "allreduce"), 60e-9, 61.5e-9, Outcome.SAME),
+        (Measure(Kind.COLLECTIVE, "allreduce"), 60e-9, 80e-9, Outcome.CHANGED),
+        (PEAK_MEMORY, 1.01e9, 1.04e9, Outcome.SAME),
+        (PEAK_MEMORY, 1.01e9, 1.2e9, Outcome.CHANGED),
+    ],
+    ids=["below the clock's resolution", "above it", "shown as equal", "shown as larger"],
+)
+def test_change_that_cannot_be_seen_is_none(
+    runs: Path, measure: Measure, before: float, after: float, outcome: Outcome
+) -> None:
+    """All runs of a side have the same value, so that any difference is above their noise."""
+    compared = compare_runs(side(runs, "before"), side(runs, "again"))
+    sides = [
+        [replace(run, values={**run.values, measure: value}, noise={}) for run in each]
+        for each, value in ((compared.before, before), (compared.after, after))
+    ]
+
+    assert build_comparison(*sides).changes[measure].outcome is outcome
 
 
 def test_missing_module_is_listed_and_not_compared(runs: Path) -> None:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-FALSE_ALARMS = 0.05
-"""Probability that a comparison of equal sides reports any change."""
+# Probability that one family of tests reports any change of equal sides: 5 % for a comparison of
+# two. The step with its parts is one family and the details are the other one, so that many modules
+# do not hide a change of the step.
+_FALSE_ALARMS = 0.025
 # A standard error below this share of the value would make rounding look like a change.
 _MIN_SPREAD = 0.001
 # With fewer permutations, none is rare enough for a false alarm rate of 5 %.
@@ -81,9 +83,8 @@ def find_changes(
     assumed: Floats,
     worth: Floats,
     margin: Floats,
-    false_alarms: float = FALSE_ALARMS,
 ) -> list[Change]:
-    """Return the change of each measure.
+    """Return the change of each measure of one family.
 
     before, after: values of the runs of a side, (runs, measures). noise_*: standard errors of these
     values from within the runs. By measure: assumed, the standard deviation between runs for a side
@@ -94,7 +95,7 @@ def find_changes(
     noise = np.nan_to_num(np.concatenate([noise_before, noise_after]))
     runs = len(before)
     smallest = _MIN_SPREAD * np.abs(values).mean(axis=0) / math.sqrt(runs)
-    critical = _critical_value(values, noise, assumed, smallest, runs, false_alarms)
+    critical = _critical_value(values, noise, assumed, smallest, runs)
     actual = (np.arange(len(values)) < runs)[None, :]
     difference, error = (each[0] for each in _difference_and_error(values, noise, assumed, actual))
     error = np.maximum(error, smallest)
@@ -126,8 +127,7 @@ def find_changes(
 def find_detectable(change: Change, runs: int, measures: int) -> float:
     """Return the smallest change that comparisons of this many runs of each side would find in 4 of
     5 cases, if runs vary as they did here. measures: number of measures that are tested together."""
-    of_one = 1 - (1 - FALSE_ALARMS / 2) ** (1 / measures)
-    critical = _simulated_critical_value(runs, runs, of_one)
+    critical = _simulated_critical_value(runs, runs, _false_alarms_of_one(measures))
     return (critical + _POWER_80) * change.spread * math.sqrt(2 / runs)
 
 
@@ -171,15 +171,13 @@ def _critical_value(
     assumed: Floats,
     smallest: Floats,
     runs: int,
-    false_alarms: float,
 ) -> float:
-    """Return the largest statistic that equal sides exceed with probability `false_alarms`.
+    """Return the largest statistic that equal sides exceed with probability _FALSE_ALARMS.
 
     smallest: by measure, the smallest standard error that counts. Residuals are permuted, so a true
     change of one measure does not hide those of others.
     """
-    # The rate of false alarms of each measure, if the measures are independent.
-    of_one = 1 - (1 - false_alarms) ** (1 / values.shape[1])
+    of_one = _false_alarms_of_one(values.shape[1])
     if math.comb(len(values), runs) < _MIN_PERMUTATIONS or min(runs, len(values) - runs) < 2:
         return _simulated_critical_value(runs, len(values) - runs, of_one)
     residuals = np.concatenate([
@@ -191,7 +189,12 @@ def _critical_value(
     largest = np.max(np.abs(difference) / np.maximum(error, smallest), axis=1)
     # Where noise within the runs is larger than between them, residuals are too small to count.
     known_variance = statistics.NormalDist().inv_cdf(1 - of_one / 2)
-    return max(known_variance, float(np.quantile(largest, 1 - false_alarms, method="higher")))
+    return max(known_variance, float(np.quantile(largest, 1 - _FALSE_ALARMS, method="higher")))
+
+
+def _false_alarms_of_one(measures: int) -> float:
+    """Return the rate of false alarms of each measure of a family, if they are independent."""
+    return 1 - (1 - _FALSE_ALARMS) ** (1 / measures)
 
 
 def _assignments(total: int, chosen: int) -> npt.NDArray[np.bool_]:

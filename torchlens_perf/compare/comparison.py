@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.compare.changes import FALSE_ALARMS, Change, Outcome, find_changes
+from torchlens_perf.compare.changes import Change, Outcome, find_changes
 from torchlens_perf.compare.measures import (
     CONTENTION,
     DETAILS,
@@ -42,6 +42,8 @@ ONE_RUN_SPREAD = 0.1
 
 The share of the step that waits for a CPU is added, since other programs vary from run to run.
 """
+# A duration is the difference of two readings of a clock that counts nanoseconds.
+_RESOLUTION_S = 2e-9
 # Between runs, some time moves from one part or module to another: this share of the step.
 _SHIFTED_SHARE = 0.1
 
@@ -137,8 +139,6 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
     """Return the changes between runs that are already read."""
     common = [each for each in before[0].values if _has_all(each, (*before, *after))]
     found: dict[Measure, Change] = {}
-    # The step and its parts are one family of tests, all details another. Each gets half of the
-    # false alarms, so many modules do not hide a change of the step.
     for is_detail in (False, True):
         chosen = [each for each in common if (each.kind in DETAILS) is is_detail]
         if chosen:
@@ -195,13 +195,13 @@ def _changes(
     is_contention = np.array([each == CONTENTION for each in chosen])
     assumed[is_contention] = 2 * largest[is_contention]
     worth = np.where(of_step, _WORTH, 2 * _WORTH) * scale
-    return find_changes(
-        values_before,
-        values_after,
-        noise_before,
-        noise_after,
-        assumed,
-        worth,
-        MARGIN * scale,
-        FALSE_ALARMS / 2,
+    worth[is_time] = np.maximum(worth[is_time], _RESOLUTION_S)
+    found = find_changes(
+        values_before, values_after, noise_before, noise_after, assumed, worth, MARGIN * scale
     )
+    return [
+        dataclasses.replace(change, outcome=Outcome.SAME)
+        if change.outcome is Outcome.CHANGED and of.format(change.before) == of.format(change.after)
+        else change
+        for of, change in zip(chosen, found, strict=True)
+    ]

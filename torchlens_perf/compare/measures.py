@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_duration
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.rank_tables import mean_parts, parts_by_rank
 from torchlens_perf.view.theme import PARTS
@@ -36,6 +37,10 @@ class Measure(NamedTuple):
 
     kind: Kind
     name: str
+
+    def format(self, value: float) -> str:
+        """Return a value with its unit."""
+        return format_bytes(value, "B") if self.kind is Kind.MEMORY else format_duration(value)
 
 
 STEP = Measure(Kind.STEP, "typical step")

@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
-    format_bytes,
     format_change,
     format_duration,
     format_percent,
@@ -202,7 +201,7 @@ def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Meas
         ),
         Column(
             "detectable",
-            [_format_amount(each.detectable, of) for of, each in zip(rows, changes, strict=True)],
+            [of.format(each.detectable) for of, each in zip(rows, changes, strict=True)],
             Quantity.NUMBER,
             optional=1,
             help="Smallest change that 4 of 5 such comparisons would find.",
@@ -217,15 +216,11 @@ def _label_measure(measure: Measure) -> str:
 
 
 def _format_value(value: float, measure: Measure) -> float | str:
-    return format_bytes(value, "B") if measure.kind is Kind.MEMORY else value
+    return measure.format(value) if measure.kind is Kind.MEMORY else value
 
 
 def _format_signed(value: float, measure: Measure) -> str:
-    return f"{'+' if value >= 0 else '-'}{_format_amount(abs(value), measure)}"
-
-
-def _format_amount(value: float, measure: Measure) -> str:
-    return format_bytes(value, "B") if measure.kind is Kind.MEMORY else format_duration(value)
+    return f"{'+' if value >= 0 else '-'}{measure.format(abs(value))}"
 
 
 def _format_interval(change: Change) -> str:
