@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import HOST, make_run
-from tests.support.simulated_runs import alone
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.doctor import Check
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
@@ -57,8 +56,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run = RunDirectory(tmp_path_factory.mktemp("state") / "run")
     fault = "constant:rank=1,share=0.3"
     arguments = ("--ranks", "2", "--steps", "80", "--fault", fault, "--out", str(run.path))
-    with alone("run"):
-        _printed("simulate", *arguments)
+    _printed("simulate", *arguments)
     (path,) = run.nodes.glob("*.json")
     return dict(json.loads(path.read_bytes()))
 

@@ -20,11 +20,13 @@ from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind, RingReader
 from torchlens_perf.sidecar.host import process as host_signals
 from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.sidecar.start.process import acquire_lock
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.store import segments
@@ -409,6 +411,27 @@ def test_wrong_arguments_of_simulate_raise_an_error_of_one_line(
 
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_runs_with_one_name_are_simulated_at_the_same_time(tmp_path: Path) -> None:
+    """Their ids are equal. A sidecar of a recorded run may have the same id, too."""
+    runs = [RunDirectory(tmp_path / folder / "run") for folder in ("one", "other")]
+    recorded = acquire_lock(runs[0])
+    for run in runs:
+        run.create()
+    small = simulation(topology=Topology(2))
+    record_simulation(
+        small,
+        8,
+        runs[0],
+        "simulated",
+        advanced=lambda *_: record_simulation(small, 8, runs[1], "simulated"),
+    )
+    recorded.remove()
+
+    for run in runs:
+        assert load_report(run)["steps"]["count"] == 8
+        assert not list(run.path.glob("*.lock"))
 
 
 def test_simulate_does_not_overwrite_a_run_directory(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _MAX_LINES = 16
 _OTHER_FILES = 128  # Number of open files that do not belong to a rank.
 _FLUSH_TIMEOUT_S = 10.0
+_LOCK = "simulation.lock"
 _MAX_UNKEPT_RECORDS = 1 << 18
 _EXAMPLES = """faults, each as KIND:NAME=VALUE,...; shares are of a rank's usual work in a step:
   constant:rank=3,share=0.25[,phase=forward][,since=40][,until=90]
@@ -177,9 +178,9 @@ def record_simulation(
     from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
     from torchlens_perf.page.run_results import write_report
     from torchlens_perf.run.clock import Anchor
+    from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
-    from torchlens_perf.sidecar.start.process import acquire_lock
     from torchlens_perf.simulate.launch_bound import LaunchBoundJob
     from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 
@@ -187,7 +188,9 @@ def record_simulation(
     hosts = LaunchBoundJob(topology) if device is not None and device.launch_bound else None
     host = topology.host_name(0)
     with contextlib.ExitStack() as cleanup:
-        lock = acquire_lock(run)
+        # The id of a simulated run is the name of its folder, which other runs of the node may have.
+        lock = SidecarLock(run.path / _LOCK)
+        require(lock.acquire(), f"another process simulates {run.path}")
         # No file may stay in shared memory, even after Ctrl-C.
         cleanup.callback(lock.remove)
         exporter = create_exporter_from_environment(run, host)
