@@ -28,7 +28,7 @@ from torchlens_perf.sidecar.host.stacks import Stack
 from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
-from torchlens_perf.sidecar.nodes.messages import CollectedPosts, ReceivedPost
+from torchlens_perf.sidecar.nodes.messages import CollectedPosts, NodeContact, ReceivedPost
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, build_hang_verdict
@@ -43,6 +43,7 @@ class Wire:
         self.sent: list[ReceivedPost] = []
         self.word = b""
         self.links: dict[str, bytes] = {}
+        self.contacts: dict[str, NodeContact] = {}
 
     def open(self, places: Endpoints, key: str, node: str, merges: bool) -> Any:
         return End(self, node)
@@ -61,7 +62,7 @@ class End:
 
     def collect_posts(self) -> CollectedPosts:
         received, self._wire.sent = self._wire.sent, []
-        return CollectedPosts(received, {})
+        return CollectedPosts(received, self._wire.contacts)
 
     def set_instructions(self, reply: bytes) -> None:
         self._wire.word = reply
@@ -181,6 +182,18 @@ def test_node_of_another_version_is_left_out_with_a_note(tmp_path: Path) -> None
     ]
     nodes[0].begin(1)
     assert nodes[0].cluster.notes() == []
+
+
+def test_windows_that_node_0_has_lost_are_a_note(tmp_path: Path) -> None:
+    wire, nodes = two_nodes(tmp_path)
+    wire.contacts = {
+        name: NodeContact(0.0, missed, left=False) for name, missed in (("n1", 12), ("n2", 0))
+    }
+    nodes[0].update(1.0)
+
+    assert nodes[0].cluster.notes() == [
+        "12 windows of node n1 were lost before node 0 compared them"
+    ]
 
 
 @given(data=st.data())

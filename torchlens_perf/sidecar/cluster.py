@@ -208,6 +208,11 @@ class ClusterLink:
             if contact.silent_s > SILENT_S and not contact.left
         ]
         notes += [
+            f"{contact.missed} windows of node {node} were lost before node 0 compared them"
+            for node, contact in self._contacts.items()
+            if contact.missed
+        ]
+        notes += [
             f"node {node} runs another version of torchlens_perf: not compared"
             for node in self._unreadable
         ]
