@@ -172,7 +172,7 @@ def test_no_reader_asks_for_the_type_of_evidence() -> None:
     asked = [
         module_name(path)
         for path in PACKAGE.rglob("*.py")
-        if re.search(r"isinstance\([^()]*(Evidence|OpenHang)\b", path.read_text())
+        if re.search(r"isinstance\([^()]*(Evidence|HangEvidence)\b", path.read_text())
     ]
 
     assert asked == []

@@ -18,12 +18,7 @@ from torchlens_perf.commands.fail_on import KINDS, choose_exit_code
 from torchlens_perf.report.report_json import EVIDENCE, kinds_with
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import NodeState
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import (
-    NoSlowRankEvidence,
-    NotComparedEvidence,
-    WarmUpEvidence,
-)
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 
 EVERY = ",".join(KINDS)
 ENDED_FAULT = "constant:rank=2,share=0.3,since=32,until=96"
@@ -137,8 +132,8 @@ def test_fail_on_ignores_an_ended_hang_unless_costly_or_at_the_end(
 @pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
 def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code: int) -> None:
     """A verdict of the kind `not_compared` states that the ranks were not compared."""
-    evidence = NoSlowRankEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
-    row = Verdict(kind=kind, confidence=0.9, is_undecided=kind == "not_compared", evidence=evidence)
+    undecided = kind == "not_compared"
+    row = Verdict(kind=kind, confidence=0.9, is_undecided=undecided, evidence=Evidence())
     report: Any = {
         "verdicts": [row],
         "steps": {"count": 60, "p50_s": 0.1},
@@ -151,7 +146,7 @@ def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code:
 
 def test_fail_on_finds_a_slow_rank_even_if_all_ranks_lack_cpus() -> None:
     """If all ranks lack CPUs and one rank lacks them more, both problems are one verdict."""
-    row = Verdict(kind="lack_of_cpu", rank=2, confidence=0.9, evidence=WarmUpEvidence())
+    row = Verdict(kind="lack_of_cpu", rank=2, confidence=0.9, evidence=Evidence())
     for changed, slow_rank, contention in (
         ({}, 1, 1),
         ({"rank": None}, 3, 1),

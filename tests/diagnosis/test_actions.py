@@ -32,8 +32,7 @@ from torchlens_perf.run.training_settings import (
     OptimizerSettings,
     TrainingSettings,
 )
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.report import LostTime
 
 GB, STEPS = 1 << 30, 64
@@ -300,10 +299,10 @@ def verdict(kind: str, advice: str) -> Verdict:
     return Verdict(
         kind=kind,
         confidence=0.9,
-        text="It is so.",
+        notes=("It is so.",),
         advice=advice,
         action="wait.",
-        evidence=NotComparedEvidence(0),
+        evidence=Evidence(),
     )
 
 

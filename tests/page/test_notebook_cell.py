@@ -25,8 +25,7 @@ from torchlens_perf.page.small_charts import (
     draw_parts_chart,
     draw_step_chart,
 )
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import WarmUpEvidence
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.markup import to_html
 from torchlens_perf.view.rank_tables import step_parts
@@ -206,7 +205,7 @@ def test_hostile_names_are_inert_in_a_cell(report: dict[str, Any]) -> None:
     def bad_verdict(row: Verdict) -> Verdict:
         kept = ("kind", "evidence", "held")
         texts = {name: value for name, value in structs.asdict(row).items() if name not in kept}
-        return structs.replace(row, **planted(texts), evidence=WarmUpEvidence())
+        return structs.replace(row, **planted(texts), evidence=Evidence())
 
     for field in ("run", "verdicts", "quality"):
         bad = {

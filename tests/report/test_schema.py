@@ -59,7 +59,7 @@ from torchlens_perf.verdicts.words import (
     startup,
     stragglers,
 )
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
+from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
 
 
 def test_schema_command_prints_a_complete_schema_without_a_run(
@@ -155,7 +155,11 @@ def judged(slow: Episode) -> NodeState:
 def noted(kind: str) -> FindingRecords:
     """Return records of a run with an ended finding of the given kind."""
     alert = Alert("id", "about", kind, "ended", "It is slow.", "see.", 9_000_000, 0, ranks=(1,))
-    hung = OpenHang("missing", 60.0, 20, (1,), (0,), {}, "", "", "see.") if kind == "hang" else None
+    hung = (
+        HangEvidence("missing", 60.0, 20, (1,), (0,), {}, "", "", "see.")
+        if kind == "hang"
+        else None
+    )
     return FindingRecords(0, "", [Finding(alert, 20, 5_000_000, 31, 9_000_000, hang=hung)])
 
 
@@ -178,7 +182,9 @@ def linked(run: RunDirectory) -> NodeState:
 CPU = {"host": 40.0, "cpu": 30.0, "cpu_in": "host"}
 ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION}]
 GROWING = [{**BASE, "host": 1.02**step} for step in range(160)]
-HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, "It hangs", "")
+HANG = HangEvidence(
+    "dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, "It hangs", ""
+)
 FAILURE: Failure = {
     "type": "torch.OutOfMemoryError",
     "message": "CUDA out of memory. Tried to allocate 2.00 GiB.",
@@ -206,7 +212,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         findings=findings(imbalance=IMBALANCE)
     ),
     ("slow_link", slow_links.SlowLinkEvidence): linked,
-    ("hang", OpenHang): lambda run: node(ended="", hang=HANG),
+    ("hang", HangEvidence): lambda run: node(ended="", hang=HANG),
     ("out_of_memory", oom.OutOfMemoryEvidence): lambda run: node(
         out_of_memory=memory.oom(step=99, file="f", rank=0, host="h")
     ),
@@ -266,8 +272,9 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("no_steps", evidence.NoStepsEvidence): lambda run: node(steps=0),
     **{
         (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(records=noted(kind))
-        for kind in ("hang", "slow_link", "imbalance")
+        for kind in ("slow_link", "imbalance")
     },
+    ("hang_ended", HangEvidence): lambda run: node(records=noted("hang")),
     ("compute_bound", past.RunPartEvidence): lambda run: for_a_while(
         {"data": 30.0}, since=0, steps=100
     ),
@@ -315,7 +322,7 @@ def test_each_kind_of_verdict_conforms_to_its_schema_only(
         *({**row, "evidence": each} for each in less),
         {**row, "evidence": {**row["evidence"], "more": 1}},
         {**row, "kind": "no_such_kind"},
-        {**row, "kind": "no_steps" if kind == "hang" else "hang"},
+        {**row, "kind": "no_steps" if of is HangEvidence else "hang"},
     ]
     for each in wrong:
         value["verdicts"][place] = each
@@ -494,7 +501,7 @@ def test_report_on_a_hanging_live_run_conforms_to_the_schema(run: RunDirectory) 
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     sidecar.read_rings()
     sidecar.count_records()
-    sidecar.state.hang = OpenHang("dead", 90.0, 10, (0,), (), {}, "It hangs", "")
+    sidecar.state.hang = HangEvidence("dead", 90.0, 10, (0,), (), {}, "It hangs", "")
     report = checked(build_report(run.run_id, [sidecar.state]))
     rank.close()
     sidecar.close()

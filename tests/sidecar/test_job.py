@@ -31,7 +31,7 @@ from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts, NodeContact, ReceivedPost
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, build_hang_verdict
+from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack, build_hang_verdict
 
 MEETING = Endpoints(("127.0.0.1", 1))
 
@@ -271,7 +271,7 @@ def test_stacks_of_a_hang_are_read_again_only_if_the_finding_changes(
     monkeypatch.setattr(hang_watch, "read_main_stack", stack)
     view, run, at = NodeView("node-0"), make_run(tmp_path), places(3)
 
-    def hang_at(since_s: float, **changed: Any) -> OpenHang:
+    def hang_at(since_s: float, **changed: Any) -> HangEvidence:
         ranks = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
         for each in ranks:
             now = replace(each, since_step_s=since_s, since_mark_s=since_s - 0.1)

@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
+from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
 
 MS = 1e6
 PLACES = {rank: Placement(f"node-{'ab'[rank // 4]}", "same") for rank in range(8)}
@@ -93,10 +93,10 @@ def slow_links(*groups: tuple[int, ...]) -> Verdict:
 
 def hang(
     step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0
-) -> OpenHang:
+) -> HangEvidence:
     """Return a hang in the form in which a node's state stores it."""
     opening, finding = f"No step for {since_s:.0f} s", "Rank 2 did not enter it."
-    return OpenHang(kind, since_s, step, ranks, (0, 1), {}, opening, finding, "look at it.")
+    return HangEvidence(kind, since_s, step, ranks, (0, 1), {}, opening, finding, "look at it.")
 
 
 def hung(

@@ -12,8 +12,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.reading import RunReader, View
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.report import Report
 
 
@@ -46,9 +45,11 @@ def changed(report: Report, **parts: Any) -> Report:
 def verdict(kind: str, text: str, **facts: Any) -> Verdict:
     """Return a row of `verdicts`."""
     finding, _, action = text.partition(" Next: ")
-    facts.setdefault("evidence", NotComparedEvidence(0))
+    facts.setdefault("evidence", Evidence())
     is_over = kind.endswith(("_ended", "_transient"))
-    return Verdict(kind=kind, confidence=0.9, text=finding, action=action, is_over=is_over, **facts)
+    return Verdict(
+        kind=kind, confidence=0.9, notes=(finding,), action=action, is_over=is_over, **facts
+    )
 
 
 def add_node(run: RunDirectory, number: int) -> Path:

@@ -18,11 +18,11 @@ from torchlens_perf.top.rank_screen import rank_lines
 from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.reading import View
 from torchlens_perf.top.text import Terminal
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
+from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
 from torchlens_perf.view.headline import build_headlines, choose_headline
 
 UNICODE, ASCII = Terminal(), Terminal(ascii_only=True, color=False)
-HANG = OpenHang(
+HANG = HangEvidence(
     "missing", 42.0, 40, (1,), (0, 2), {1: RankStack(("a.py:1 f", "b.py:2 g"), "")}, "", ""
 )
 

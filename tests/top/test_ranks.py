@@ -13,12 +13,12 @@ from tests.top.reports import changed, report_of, verdict, view_of
 from torchlens_perf.run.failure import ProcessActivity
 from torchlens_perf.top.ranks import build_rank_list, draw_blocks
 from torchlens_perf.top.reading import View
-from torchlens_perf.verdicts.words.hang import OpenHang
+from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.rank_tables import build_rank_table
 from torchlens_perf.view.specs import Column, Table
 
-HANG = OpenHang("missing", 12.0, 40, (1,), (0, 2), {}, "", "")
+HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {}, "", "")
 
 
 @pytest.fixture(scope="module")

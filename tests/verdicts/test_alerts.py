@@ -445,12 +445,13 @@ def test_verdict_missing_for_less_than_a_minute_stays_open() -> None:
 def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     """Changed numbers raise no alert."""
     log = FindingLog("run")
-    evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
+    evidence = ImbalanceEvidence("imbalance", "stage", (6, 7), "pp 1", 0.002, 0.001)
     verdict = Verdict(
         kind="imbalance", cost_s_per_step=0.01, cost_share=0.1, confidence=0.9,
-        text="The stage is slow.", action="see.", evidence=evidence,
+        action="see.", evidence=evidence,
     )  # fmt: skip
-    changed = structs.replace(verdict, cost_s_per_step=0.02, text="The stage is slower.")
+    slower = structs.replace(evidence, work_s=0.003)
+    changed = structs.replace(verdict, cost_s_per_step=0.02, evidence=slower)
     raised = [
         [(alert.kind, alert.change, alert.ranks, alert.sentence) for alert in alerts]
         for alerts in (
@@ -464,7 +465,7 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     assert raised == [
         [("imbalance", "started", (6, 7), verdict.sentence)],
         [],
-        [("imbalance", "ended", (6, 7), "No longer: The stage is slower.")],
+        [("imbalance", "ended", (6, 7), f"No longer: {changed.text}")],
         [],
     ]
 

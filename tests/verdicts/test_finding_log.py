@@ -11,7 +11,7 @@ from torchlens_perf.verdicts.finding_log import MAX_KEPT, Finding, FindingLog, F
 from torchlens_perf.verdicts.node_state import decode_json, encode_json
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
+from torchlens_perf.verdicts.words.hang import HangEvidence, build_hang_verdict
 
 S = 1_000_000_000
 
@@ -26,7 +26,7 @@ class Rig:
         self,
         at_s: float,
         step: int,
-        hung: OpenHang | None = None,
+        hung: HangEvidence | None = None,
         *verdicts: Verdict,
         attempt: int = 0,
     ) -> list[Finding]:

@@ -16,8 +16,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.verdicts.verdict import OVER
-from torchlens_perf.verdicts.words.evidence import WarmUpEvidence
+from torchlens_perf.verdicts.verdict import OVER, Evidence
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view import headline as module
 from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
@@ -118,7 +117,7 @@ def test_each_kind_of_verdict_has_a_status(kind: str) -> None:
 def test_unknown_kind_of_verdict_has_a_status(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=2,share=0.3")
     row = structs.replace(
-        report["verdicts"][0], kind="kind_of_a_later_version_ended", evidence=WarmUpEvidence()
+        report["verdicts"][0], kind="kind_of_a_later_version_ended", evidence=Evidence()
     )
     (head,) = build_headlines({**report, "verdicts": [row]}, "")  # type: ignore[typeddict-item]
     assert (head.status, head.severity) == ("OTHER", WARNING)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.hang import OpenHang
+    from torchlens_perf.verdicts.words.hang import HangEvidence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Assessment:
     identity: Identity
     """Identity of one of the node's processes in the assessed attempt."""
     findings: Findings
-    hang: OpenHang | None
+    hang: HangEvidence | None
     """The open hang; None while the job finishes steps."""
     alerts: tuple[Alert, ...]
     whole_job: bool = True

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.hang import OpenHang
+    from torchlens_perf.verdicts.words.hang import HangEvidence
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -121,7 +121,7 @@ class AlertManager:
         *,
         links: Verdict | None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None],
-        hang: OpenHang | None = None,
+        hang: HangEvidence | None = None,
         at_step: int | None = None,
         last_step: int | None = None,
         judge: str | None = "",

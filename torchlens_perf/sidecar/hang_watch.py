@@ -13,7 +13,7 @@ from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, find_ha
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
 from torchlens_perf.sidecar.host.stacks import Stack, read_main_stack, request_stack_by_signal
 from torchlens_perf.verdicts.words.hang import (
-    OpenHang,
+    HangEvidence,
     RankStack,
     build_hang_verdict,
     describe_hang,
@@ -32,7 +32,7 @@ class HangDetector:
 
     def __init__(self, silent_s: float) -> None:
         """silent_s: time without reports after which a node counts as silent."""
-        self.hang: OpenHang | None = None
+        self.hang: HangEvidence | None = None
         """The hang in progress, or None while the job makes steps."""
         # For some ranks, the line of the user's code, read together with the stacks.
         self._user_lines: dict[int, str] = {}

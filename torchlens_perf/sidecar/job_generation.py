@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.nodes.messages import ReceivedPost
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
     from torchlens_perf.verdicts.stragglers.placement import Placement
-    from torchlens_perf.verdicts.words.hang import OpenHang
+    from torchlens_perf.verdicts.words.hang import HangEvidence
 
 # Each node posts every second. A node that has not posted for this time counts as silent.
 SILENT_S = 6.0
@@ -112,7 +112,7 @@ class JobGeneration:
         self._judged_from, self._windows_seen = NOTHING, 0
 
     @property
-    def hang(self) -> OpenHang | None:
+    def hang(self) -> HangEvidence | None:
         """The hang in progress, or None while the job makes steps."""
         return self._hangs.hang
 

@@ -29,7 +29,7 @@ from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
+from torchlens_perf.verdicts.words.hang import HangEvidence, build_hang_verdict
 from torchlens_perf.verdicts.words.phases import phase_name
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
@@ -63,7 +63,7 @@ class Finding:
     """For a straggler, the episodes of its ranks, including ended episodes."""
     name: str = ""
     """For a straggler, the name of its StragglerGroup."""
-    hang: OpenHang | None = None
+    hang: HangEvidence | None = None
     """The newest state of the hang, with its longest duration and with the stacks that were
     read."""
     subjects: list[str] = dataclasses.field(default_factory=list)
@@ -141,7 +141,7 @@ class FindingLog:
         self,
         attempt: int,
         findings: Findings,
-        hang: OpenHang | None,
+        hang: HangEvidence | None,
         places: Mapping[int, Placement],
         unix_ns: int,
         *,
@@ -300,7 +300,7 @@ class FindingLog:
 
     # -- hangs and other verdicts
 
-    def _record_hang_changes(self, now: AlertBuilder, hang: OpenHang | None) -> Iterator[Alert]:
+    def _record_hang_changes(self, now: AlertBuilder, hang: HangEvidence | None) -> Iterator[Alert]:
         before = self.records.find_open("hang")
         if before is not None and before.hang is not None:
             stands_still = now.at_step is not None and now.at_step <= before.hang.step
@@ -392,7 +392,7 @@ def _end_lost_straggler(now: AlertBuilder, slow: Finding, why: str) -> Alert:
     return dataclasses.replace(alert, ranks=slow.slow_ranks)
 
 
-def _end_hang(now: AlertBuilder, finding: Finding, hang: OpenHang, why: str) -> Alert:
+def _end_hang(now: AlertBuilder, finding: Finding, hang: HangEvidence, why: str) -> Alert:
     text = f"The job hung in step {hang.step}. {why}"
     return now.follow(finding.alert, build_hang_verdict(hang), ENDED, text=text)
 

@@ -41,7 +41,7 @@ from torchlens_perf.verdicts.stragglers.detector import build_placement
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, JudgedSteps
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.hang import OpenHang
+from torchlens_perf.verdicts.words.hang import HangEvidence
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -236,7 +236,7 @@ class NodeState:
     """Time of the last save, by the node's clock; 0 if not known."""
     join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
     """The node's collectives, joined across its ranks."""
-    hang: OpenHang | None = None
+    hang: HangEvidence | None = None
     findings: Findings = NOTHING
     """Findings of this node's straggler detector. On node 0, they are about all ranks."""
     records: FindingRecords = dataclasses.field(default_factory=FindingRecords)

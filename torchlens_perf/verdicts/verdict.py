@@ -171,7 +171,7 @@ class Evidence(Struct, frozen=True, tag_field="type"):
 
     def describe(self, verdict: Verdict) -> str:
         """Return the finding in sentences, with its numbers."""
-        return verdict.text
+        return ""
 
     def explain(self, verdict: Verdict) -> str:
         """Return the measurement in sentences, if place, cost, time and cause, which are in other
@@ -239,8 +239,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
         # The sentences are made of the other fields, also after one of these was replaced.
         text = self.evidence.describe(self)
         explanation = self.evidence.explain(self) or text
-        force_setattr(self, "text", " ".join((text, *self.notes)))
-        force_setattr(self, "explanation", " ".join((explanation, *self.notes)))
+        force_setattr(self, "text", " ".join(filter(None, (text, *self.notes))))
+        force_setattr(self, "explanation", " ".join(filter(None, (explanation, *self.notes))))
         force_setattr(self, "cause", self.evidence.describe_causes(self))
 
     @property

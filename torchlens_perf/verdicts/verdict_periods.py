@@ -28,6 +28,7 @@ from torchlens_perf.verdicts.verdict import (
 )
 from torchlens_perf.verdicts.words import past
 from torchlens_perf.verdicts.words.bottleneck import named_kinds, without_wait
+from torchlens_perf.verdicts.words.hang import build_ended_hang_verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
@@ -252,7 +253,7 @@ class VerdictPeriods:
         total_s = self.facts["steps"]["total_s"]
         if step < self.first_step + WARM_UP_STEPS:
             total_s += noted.hang.since_s
-        return past.build_ended_hang_verdict(
+        return build_ended_hang_verdict(
             noted.hang,
             went_on=None if last is None else last >= step,
             steps=self.run.steps,

@@ -187,7 +187,9 @@ def test_heat_map_colours_only_a_detectable_excess(
     """Slower is orange and faster is blue, with stronger colours for a larger excess."""
     quiet: Any = copy.deepcopy(wide)
     quiet["report"]["verdicts"] = [
-        Verdict(kind="none", confidence=0.9, evidence=NoSlowRankEvidence(64, 0.025, 8))
+        Verdict(
+            kind="none", confidence=0.9, evidence=NoSlowRankEvidence(64, 0.025, 8, 200, 0.1, "host")
+        )
     ]
     of: Any = {}
     for name, contents in (("slow", wide), ("quiet", quiet)):

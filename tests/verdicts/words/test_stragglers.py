@@ -37,7 +37,13 @@ from torchlens_perf.verdicts.words.stragglers import (
 
 MS = 1e6
 REPORT: dict[str, Any] = {
-    "run": {"device": None, "judged_by": "host", "ranks_seen": 2, "live": False},
+    "run": {
+        "device": None,
+        "judged_by": "host",
+        "ranks_seen": 2,
+        "world_size": 2,
+        "live": False,
+    },
     "steps": {"count": 200},
     "ranks": [],
 }
@@ -539,7 +545,9 @@ class TestNoSlowRank:
             == "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step"
             " (3.0%)."
         )
-        assert verdict.evidence == NoSlowRankEvidence(rows=64, detectable_s=0.003, compared=8)
+        assert verdict.evidence == NoSlowRankEvidence(
+            rows=64, detectable_s=0.003, compared=8, steps=200, step_s=0.1, by="host"
+        )
         assert verdict.kind == "none"
 
     def test_too_few_steps_are_reported_with_the_needed_number(self) -> None:

@@ -7,14 +7,23 @@ Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. In
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import mean
 
 from msgspec import Struct, field
 
 from torchlens_perf.analysis.statistics.host_gaps import split_gap
-from torchlens_perf.analysis.statistics.quantities import format_count, format_duration
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_duration,
+    format_percent,
+    printable,
+)
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.run.failure import ProcessActivity
+from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.ring import MAX_FRAMES
-from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
-from torchlens_perf.verdicts.words.hang import RankStack
+from torchlens_perf.verdicts.stragglers.findings import UsualTimes
+from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, Verdict
 from torchlens_perf.verdicts.words.phases import format_phases, format_share, phase_name
 
 LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
@@ -30,6 +39,13 @@ _USUAL = {
     "forward>backward": "computing the loss, logging, .item()",
 }
 """Work that is often in a place."""
+_CLOCKS = {
+    "host": "",
+    "device": ", by the devices' clocks",
+    "host and device": ", by the clocks of hosts and devices",
+}
+_MAX_NAMES_LENGTH = 40
+_MAX_WARM_UP_PARTS = 3
 
 
 class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
@@ -38,28 +54,30 @@ class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
     cause: str = field(name="class")
     scope: str
     ranks: tuple[int, ...]
+    stage: str
+    work_s: float
+    """Work of a rank of the stage, per step."""
+    others_work_s: float
+    """Work of a rank of the other stages."""
+
+    def describe(self, verdict: Verdict) -> str:
+        return (
+            f"The pipeline is out of balance: stage {self.stage} (ranks {format_ranges(self.ranks)}) has"
+            f" {format_duration(self.work_s)} of work a step, the other stages"
+            f" {format_duration(self.others_work_s)}."
+        )
 
 
 class PastEvidence(Evidence, frozen=True, tag="past"):
-    """Evidence on a finding from an earlier part of the run that has ended."""
+    """Evidence on slow links or an imbalance that have ended."""
 
-    kinds = tuple(f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance"))
-    paid_once_of = "all step time"
+    kinds = tuple(f"{kind}{OVER}" for kind in ("slow_link", "imbalance"))
     ranks: tuple[int, ...]
-    duration_s: float | None
-    """For a hang, the time without a finished step."""
-    went_on: bool | None
-    """For a hang, true if later steps were finished."""
-    stacks: Mapping[int, RankStack]
-    """For a hang, the Python stacks that were read during the hang, by rank."""
+    alerted: str
+    """The text of the newest alert on the finding."""
 
-    @property
-    def stops_run(self) -> bool:
-        return self.went_on is False
-
-    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
-        cost_s = verdict.cost_s_per_step
-        return None if cost_s is None else cost_s * run.steps
+    def describe(self, verdict: Verdict) -> str:
+        return f"No longer: {self.alerted}"
 
 
 class LargestGap(Struct, frozen=True):
@@ -183,6 +201,18 @@ class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
     """The smallest excess per step that would have been detected."""
     compared: int
     """Number of compared ranks."""
+    steps: int
+    step_s: float
+    """Duration of a step."""
+    by: str
+    """The clocks by which ranks were compared: "host", "device", or "host and device"."""
+
+    def describe(self, verdict: Verdict) -> str:
+        share = format_percent(self.detectable_s / self.step_s if self.step_s else 0.0)
+        return (
+            f"No slow rank in {self.steps} steps{_CLOCKS[self.by]}. The smallest detectable slowdown is"
+            f" {format_duration(self.detectable_s)} per step ({share})."
+        )
 
 
 class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
@@ -190,15 +220,154 @@ class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
 
     kinds = ("none", "not_compared")
     rows: int
+    reason: str
+    """few_steps (not yet), one_rank, untimed_device, unequal_work or different_work."""
+    steps: int
+    steps_needed: int
+    world_size: int
+    device: str | None
+    """See Run.device."""
+    untimed: tuple[int, ...]
+    """Ranks without times of their devices; () if only the hosts' times of all ranks are known."""
+    parts: tuple[UsualTimes, ...]
+    """Usual times of ranks with equal models, the most work first; () without unequal work."""
+
+    def describe(self, verdict: Verdict) -> str:
+        return self.explain_and_advise()[0]
+
+    def explain_and_advise(self) -> tuple[str, str]:
+        """Return why the ranks were not compared, and the action to take."""
+        if self.reason == "one_rank":
+            return (
+                f"Only 1 of {self.world_size} ranks was seen, so no ranks could be compared.",
+                "unset RANK and WORLD_SIZE if the job has one process; else look for the logs of the"
+                " other ranks.",
+            )
+        if self.reason == "untimed_device":
+            missing = f"device times of {format_rank_list(self.untimed)} are missing"
+            recorded = missing if self.untimed else "only host time is known"
+            return (
+                f"The ranks were not compared: their work is on a device ({self.device}), and"
+                f" {recorded}.",
+                "see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf"
+                " capture).",
+            )
+        if self.reason == "unequal_work":
+            return self._explain_unequal_work()
+        if self.reason == "different_work":
+            return (
+                "The ranks were not compared: they do different work, or were not recorded at the same"
+                " time.",
+                "",
+            )
+        return (
+            f"Too few steps to compare the ranks ({self.steps}): a slow rank cannot be distinguished"
+            " from noise yet.",
+            f"run at least {self.steps_needed} steps.",
+        )
+
+    def _explain_unequal_work(self) -> tuple[str, str]:
+        largest, *others = self.parts
+        who, does = ("rank", "has") if largest.ranks.isdecimal() else ("ranks", "have")
+        names = ", ".join(part.ranks for part in others)
+        one = names.isdecimal()
+        rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES_LENGTH else "the others"
+        work_s, wait_s = (
+            mean(each) / 1e9
+            for each in zip(*((part.work_ns, part.wait_ns) for part in others), strict=True)
+        )
+        theirs = (
+            f"{'has' if one else 'have'} {format_duration(work_s)} and wait{'s' * one}"
+            f" {format_duration(wait_s)}"
+        )
+        return (
+            f"The ranks were not compared, because they run different models. {who.capitalize()}"
+            f" {largest.ranks} {does} {format_duration(largest.work_ns / 1e9)} of work a step, {rest}"
+            f" {theirs}{', on average' * (len(others) > 1)}.",
+            "if these are pipeline stages,"
+            f" move layers away from {who} {largest.ranks}; otherwise, see the table of ranks for the"
+            f" additional work of {who} {largest.ranks}.",
+        )
 
 
 class NoStepsEvidence(Evidence, frozen=True, tag="no_steps"):
     """Evidence on a run without steps."""
 
     records: int
+    lost: int
+    """Number of lost records."""
+    made: int
+    """Number of steps that ended without being measured."""
+    unread: tuple[str, ...] | None
+    """The reasons why no rank's records were read; None if records were read."""
+    first: ProcessActivity | None
+    """The longest first step of a rank of a running job; None without one."""
+
+    def describe(self, verdict: Verdict) -> str:
+        return self.explain_and_advise()[0]
+
+    def explain_and_advise(self) -> tuple[str, str]:
+        """Return why no step was measured, and the action to take."""
+        if self.unread is not None:
+            why = "; ".join(map(printable, self.unread)) or "no ring file was found"
+            return (
+                f"No rank's records were read: {why}.",
+                "look for a program that removes files in /dev/shm or in the run directory.",
+            )
+        if self.lost:
+            all_of = f"All records of {format_count(self.made, 'finished step')}"
+            return (
+                f"{all_of if self.made else 'Records'} were lost:"
+                f" {format_count(self.lost, 'record')} came faster than the sidecar could read,"
+                " and were overwritten.",
+                "record fewer sections or modules, or raise ring_records.",
+            )
+        if self.made:
+            several = f"The {self.made} steps that ended are"
+            return (
+                f"{several if self.made > 1 else 'The only step that ended is'} not measured: recording"
+                " began after the first optimizer step, as the script has no watch().",
+                "run more steps, or put `with perf.watch(model):` around the loop.",
+            )
+        if self.first is not None:
+            return (
+                "No step has ended yet: the first one has taken"
+                f" {format_duration(self.first.step_s)} so far, and is in"
+                f" {' > '.join(self.first.inside)}.",
+                "wait for its end.",
+            )
+        return (
+            "No step was seen. A step ends with an optimizer's step, a forward pass without gradients"
+            " of the watched model, or w.step().",
+            "pass the model to watch(), or call w.step() at the end of your loop.",
+        )
 
 
-class WarmUpEvidence(Evidence, frozen=True, tag="warm_up", forbid_unknown_fields=True):
-    """Evidence on a run with warm-up steps only. It has no fields."""
+class WarmUpEvidence(Evidence, frozen=True, tag="warm_up"):
+    """Evidence on a run with warm-up steps only."""
 
     kinds = ("none",)
+    steps: int
+    is_live: bool
+    longest_s: float | None
+    """Duration of the longest step; None if not known."""
+    parts: dict[str, float]
+    """Share of each part in the time of these steps."""
+
+    def describe(self, verdict: Verdict) -> str:
+        which = "which is" if self.steps == 1 else "all of them"
+        duration = describe_warm_up(self.steps, self.longest_s, self.parts)
+        return (
+            f"Only {format_count(self.steps, 'step')}{' so far' * self.is_live}, {which} warm-up (the"
+            f" first {WARM_UP_STEPS} of each rank){duration}."
+        )
+
+
+def describe_warm_up(steps: int, longest_s: float | None, parts: Mapping[str, float]) -> str:
+    """Return a clause with the duration of warm-up steps and their largest parts; "" if unknown."""
+    if longest_s is None:
+        return ""
+    largest = list(parts.items())[:_MAX_WARM_UP_PARTS]
+    shown = ", ".join(f"{phase_name(part)} {format_percent(share)}" for part, share in largest)
+    up_to = "" if steps == 1 else "up to "
+    return f": {up_to}{format_duration(longest_s)}{f', {shown}' if shown else ''}"

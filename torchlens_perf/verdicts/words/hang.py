@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec import structs
+
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, RankProgress
 from torchlens_perf.analysis.collectives.hang import (
     WAIT,
@@ -12,11 +14,11 @@ from torchlens_perf.analysis.collectives.hang import (
     Collective,
     Hang,
 )
-from torchlens_perf.analysis.statistics.quantities import format_duration
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.verdicts.verdict import Evidence, Verdict
+from torchlens_perf.verdicts.verdict import OVER, WORTH_A_LINE, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.verdict import RankStack as RankStack
 
 # A sentence lists at most this many ranks with hosts, and at most this many places.
@@ -25,9 +27,11 @@ _MAX_NAMED = 4
 _MAX_SPANS = 6
 
 
-class OpenHang(Evidence, frozen=True, tag="hang"):
-    """A hang in progress, with its sentences. See Hang for the other fields."""
+class HangEvidence(Evidence, frozen=True, tag="hang"):
+    """A hang, with its clauses. See Hang for the other fields."""
 
+    kinds = ("hang", f"hang{OVER}")
+    paid_once_of = "all step time"
     kind: str
     since_s: float
     step: int
@@ -43,9 +47,25 @@ class OpenHang(Evidence, frozen=True, tag="hang"):
     """Which ranks wait for which, in sentences."""
     action: str = ""
     """The action to take."""
+    went_on: bool | None = None
+    """For a hang that has ended, true if later steps were finished; None if that is not known."""
 
     def describe(self, verdict: Verdict) -> str:
-        return f"{self.opening}. {self.finding}".rstrip()
+        if verdict.kind == "hang":
+            return f"{self.opening}. {self.finding}".rstrip()
+        lasted = f" for {format_duration(self.since_s)}" if self.since_s else ""
+        then = {True: ", and went on", False: ", and ended in it", None: ""}[self.went_on]
+        share = verdict.cost_share or 0.0
+        is_costly = self.went_on and share >= WORTH_A_LINE
+        cost = f": {format_percent(share)} of all step time" if is_costly else ""
+        return f"The job hung in step {self.step}{lasted}{then}{cost}. {self.finding}".rstrip()
+
+    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
+        return (verdict.cost_s_per_step or 0.0) * run.steps
+
+    @property
+    def stops_run(self) -> bool:
+        return self.went_on is False
 
     @property
     def cause(self) -> str:
@@ -56,7 +76,7 @@ class OpenHang(Evidence, frozen=True, tag="hang"):
         return self.since_s
 
 
-def build_hang_verdict(hang: OpenHang) -> Verdict:
+def build_hang_verdict(hang: HangEvidence) -> Verdict:
     return Verdict(
         kind="hang",
         rank=hang.ranks[0] if hang.ranks else None,
@@ -69,9 +89,28 @@ def build_hang_verdict(hang: OpenHang) -> Verdict:
     )
 
 
+def build_ended_hang_verdict(
+    hang: HangEvidence, *, went_on: bool | None, steps: int, total_s: float
+) -> Verdict:
+    """Return a verdict on a hang that has ended.
+
+    went_on: True if later steps were finished. steps, total_s: number and time of all steps of the
+    run.
+    """
+    share = hang.since_s / max(total_s, hang.since_s) if hang.since_s else 0.0
+    is_worth = went_on is False or (went_on and share >= WORTH_A_LINE)
+    return structs.replace(
+        build_hang_verdict(structs.replace(hang, went_on=went_on)),
+        kind=f"hang{OVER}",
+        cost_s_per_step=hang.since_s / max(1, steps),
+        cost_share=share,
+        action=hang.action if is_worth else "",
+    )
+
+
 def describe_hang(
     hang: Hang, stacks: Mapping[int, RankStack], user_lines: Mapping[int, str]
-) -> OpenHang:
+) -> HangEvidence:
     """Return the hang with its sentences. Values that only the sentences contain are left out.
 
     user_lines: for some ranks, the line of the user's code, such as "train.py:65".
@@ -93,7 +132,7 @@ def describe_hang(
         finding = _describe_different_calls(hang, hang.collective, user_lines)
     else:
         finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
-    return OpenHang(
+    return HangEvidence(
         hang.kind,
         hang.since_s,
         hang.step,

@@ -15,14 +15,12 @@ from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.verdicts.verdict import (
     NOT_COMPUTING_KINDS,
     OVER,
-    WORTH_A_LINE,
     Evidence,
     Period,
     Verdict,
 )
 from torchlens_perf.verdicts.words.bottleneck import TimeShare, action_against
 from torchlens_perf.verdicts.words.evidence import LIMITS, PastEvidence
-from torchlens_perf.verdicts.words.hang import OpenHang
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
@@ -82,45 +80,15 @@ def build_run_part_verdict(
     )
 
 
-def build_ended_hang_verdict(
-    hang: OpenHang, *, went_on: bool | None, steps: int, total_s: float
-) -> Verdict:
-    """Return a verdict on a hang that has ended.
-
-    went_on: True if later steps were finished. steps, total_s: number and time of all steps of the
-    run.
-    """
-    lost_s = hang.since_s
-    lasted = f" for {format_duration(lost_s)}" if lost_s else ""
-    then = {True: ", and went on", False: ", and ended in it", None: ""}[went_on]
-    share = lost_s / max(total_s, lost_s) if lost_s else 0.0
-    cost = (
-        f": {format_percent(share)} of all step time" if went_on and share >= WORTH_A_LINE else ""
-    )
-    text = f"The job hung in step {hang.step}{lasted}{then}{cost}. {hang.finding}".rstrip()
-    return Verdict(
-        kind=f"hang{OVER}",
-        rank=hang.ranks[0] if hang.ranks else None,
-        cost_s_per_step=lost_s / max(1, steps),
-        cost_share=share,
-        since_step=hang.step,
-        confidence=0.9,
-        text=text,
-        action=hang.action if went_on is False or cost else "",
-        evidence=PastEvidence(hang.ranks, hang.since_s, went_on, hang.stacks),
-    )
-
-
 def build_ended_verdict(
     kind: str, text: str, ranks: Sequence[int], since_step: int | None
 ) -> Verdict:
-    """Return a verdict on a finding that has ended. text: the newest sentence on the finding."""
+    """Return a verdict on a finding that has ended. text: the text of its newest alert."""
     return Verdict(
         kind=f"{kind}{OVER}",
         since_step=since_step,
         confidence=0.5,
-        text=f"No longer: {text}",
-        evidence=PastEvidence(tuple(ranks), None, None, {}),
+        evidence=PastEvidence(tuple(ranks), text),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec import field, structs
@@ -19,6 +20,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     Diagnosis,
     Findings,
     StragglerGroup,
+    UsualTimes,
     cause_class,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -50,12 +52,10 @@ _LAST_IN_MOST = 0.6
 _MIN_JOINED = 20
 # Ranks have too much work if the other ranks wait for at least this share of the difference.
 _WAITS_FOR_IT = 0.5
-_MAX_NAMES_LENGTH = 40
 _COMPUTING = ("forward", "recompute", "backward", "compute", "optimizer")
 # For an ended episode, the cost of all ranks that were slow together is reported if it is at least
 # this many times the cost of the single rank.
 _MIN_SHARED_RATIO = 2.0
-_BY_DEVICES, _BY_BOTH = ", by the devices' clocks", ", by the clocks of hosts and devices"
 # Times of modules are from typical steps, and include lack of a CPU. The excess of a phase is from
 # slow steps, and excludes lack of a CPU. If the modules' excess is more than this many times the
 # phase's excess, only the names of the modules are shown.
@@ -575,96 +575,90 @@ def build_imbalance_verdicts(findings: Findings) -> list[Verdict]:
     found = findings.imbalance
     if found is None:
         return []
-    text = (
-        f"The pipeline is out of balance: stage {found.stage} (ranks {format_ranges(found.ranks)}) has"
-        f" {format_duration(found.work_ns / 1e9)} of work a step, the other stages"
-        f" {format_duration(found.others_work_ns / 1e9)}."
-    )
     return [
         Verdict(
             kind="imbalance",
             cost_s_per_step=found.cost_ns / 1e9,
             cost_share=found.cost_ns / findings.step_ns,
             confidence=0.9,
-            text=text,
             action=f"move layers out of stage {found.stage}.",
-            evidence=ImbalanceEvidence("imbalance", "stage", found.ranks),
+            evidence=ImbalanceEvidence(
+                "imbalance",
+                "stage",
+                found.ranks,
+                found.stage,
+                found.work_ns / 1e9,
+                found.others_work_ns / 1e9,
+            ),
         )
     ]
 
 
-def describe_unequal_work(findings: Findings) -> tuple[str, str] | None:
-    """Return a sentence and an action if ranks with one model have more work than ranks with other
-    models, as in a pipeline; else None.
+def find_unequal_work(findings: Findings) -> tuple[UsualTimes, ...]:
+    """Return the usual times by model, the most work first, if ranks with one model have more work
+    than ranks with other models, as in a pipeline; else ().
 
     Such ranks are not called slow, because it is not known how much work they should have.
     """
     parts = sorted(findings.usual, key=lambda part: -part.work_ns)
     if len(parts) < 2 or len({part.population.endswith(BY_DEVICE) for part in parts}) > 1:
         # Host times cannot be compared with device times.
-        return None
-    largest, others = parts[0], parts[1:]
-    work_ns = sum(part.work_ns for part in others) / len(others)
-    wait_ns = sum(part.wait_ns for part in others) / len(others)
-    more_ns = largest.work_ns - work_ns
+        return ()
+    more_ns = parts[0].work_ns - mean(part.work_ns for part in parts[1:])
+    wait_ns = mean(part.wait_ns for part in parts[1:])
     if more_ns < max(MIN_IMBALANCE * findings.step_ns, 1.0) or wait_ns < _WAITS_FOR_IT * more_ns:
-        return None
-    who, does = ("ranks", "have") if not largest.ranks.isdecimal() else ("rank", "has")
-    names = ", ".join(part.ranks for part in others)
-    one = names.isdecimal()
-    rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES_LENGTH else "the others"
-    theirs = (
-        f"{'has' if one else 'have'} {format_duration(work_ns / 1e9)} and wait{'s' * one}"
-        f" {format_duration(wait_ns / 1e9)}"
-    )
-    return (
-        f"The ranks were not compared, because they run different models. {who.capitalize()}"
-        f" {largest.ranks} {does} {format_duration(largest.work_ns / 1e9)} of work a step, {rest}"
-        f" {theirs}{', on average' * (len(others) > 1)}.",
-        "if these are pipeline stages,"
-        f" move layers away from {who} {largest.ranks}; otherwise, see the table of ranks for the"
-        f" additional work of {who} {largest.ranks}.",
-    )
+        return ()
+    return tuple(dataclasses.replace(part, own=None) for part in parts)
 
 
 def build_no_straggler_verdict(report: Facts, findings: Findings) -> Verdict:
     """Return the verdict that no rank is slow, or that ranks were not compared."""
-    count, why = report["steps"]["count"], _why_not_compared(report, findings)
+    run, count, why = report["run"], report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
-        too_few = (
-            f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished"
-            " from noise yet.",
-            f"run at least {_steps_needed(findings)} steps.",
+        untimed = _find_untimed_ranks(report)
+        evidence = NotComparedEvidence(
+            findings.rows,
+            why or "few_steps",
+            count,
+            _steps_needed(findings),
+            run["world_size"],
+            run["device"],
+            untimed if len(untimed) < len(report["ranks"]) else (),
+            find_unequal_work(findings),
         )
-        text, action = why or too_few
         return Verdict(
             kind="not_compared" if why else "none",
             cost_s_per_step=0.0,
             cost_share=0.0,
             confidence=0.0,
-            text=text,
-            action=action,
+            action=evidence.explain_and_advise()[1],
             is_undecided=True,
-            evidence=NotComparedEvidence(findings.rows),
+            evidence=evidence,
         )
-    seen_s = findings.detectable_ns / 1e9
-    share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
-    clocks = (_BY_BOTH if by_both else _BY_DEVICES) if report["run"]["judged_by"] == DEVICE else ""
-    text = (
-        f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is"
-        f" {format_duration(seen_s)} per step ({format_percent(share)})."
-    )
+    clocks = ("host and device" if by_both else DEVICE) if run["judged_by"] == DEVICE else "host"
     rather = _unconfirmed_ranks_clause(findings)
-    if rather:
-        text = f"{text} Statistics merged on devices do not confirm this{rather}."
     return Verdict(
         kind="none",
         cost_s_per_step=0.0,
         cost_share=0.0,
         confidence=0.45 if rather else 0.9,
-        text=text,
-        evidence=NoSlowRankEvidence(findings.rows, seen_s, findings.compared),
+        notes=(f"Statistics merged on devices do not confirm this{rather}.",) if rather else (),
+        evidence=NoSlowRankEvidence(
+            findings.rows,
+            findings.detectable_ns / 1e9,
+            findings.compared,
+            count,
+            findings.step_ns / 1e9,
+            clocks,
+        ),
+    )
+
+
+def _find_untimed_ranks(report: Facts) -> tuple[int, ...]:
+    """Return the ranks without times of their devices."""
+    return tuple(
+        rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])
     )
 
 
@@ -672,37 +666,13 @@ def _steps_needed(findings: Findings) -> int:
     return max(_MIN_STEPS, findings.steps_needed)
 
 
-def _why_not_compared(report: Facts, findings: Findings) -> tuple[str, str] | None:
-    """Return why ranks were not compared, and the action to take; None if they were or will be compared."""
+def _why_not_compared(report: Facts, findings: Findings) -> str:
+    """Return why ranks were not compared, as NotComparedEvidence.reason; "" if they were or will be."""
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
-        return (
-            f"Only 1 of {run['world_size']} ranks was seen, so no ranks could be compared.",
-            "unset RANK and WORLD_SIZE if the job has one process; else look for the logs of the"
-            " other ranks.",
-        )
+        return "one_rank"
     if run["device"] is not None and run["judged_by"] != DEVICE:
-        untimed = [
-            rank["rank"]
-            for rank in report["ranks"]
-            if not (rank["device"] and rank["device"]["parts"])
-        ]
-        some = len(untimed) < len(report["ranks"])
-        recorded = (
-            f"device times of {format_rank_list(untimed)} are missing"
-            if some
-            else "only host time is known"
-        )
-        return (
-            f"The ranks were not compared: their work is on a device ({run['device']}), and"
-            f" {recorded}.",
-            "see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf"
-            " capture).",
-        )
+        return "untimed_device"
     if findings.compared or report["steps"]["count"] < _steps_needed(findings):
-        return None
-    return describe_unequal_work(findings) or (
-        "The ranks were not compared: they do different work, or were not recorded at the same"
-        " time.",
-        "",
-    )
+        return ""
+    return "unequal_work" if find_unequal_work(findings) else "different_work"

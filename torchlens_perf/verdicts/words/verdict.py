@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-from torchlens_perf.analysis.statistics.quantities import (
-    format_count,
-    format_duration,
-    format_percent,
-    printable,
-)
-from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.verdicts.slow_links import build_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, Verdict
@@ -24,9 +17,8 @@ from torchlens_perf.verdicts.words.evidence import (
     WarmUpEvidence,
 )
 from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_explained_by_growth
-from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
+from torchlens_perf.verdicts.words.hang import HangEvidence, build_hang_verdict
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
-from torchlens_perf.verdicts.words.phases import phase_name
 from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.startup import build_startup_verdicts
 from torchlens_perf.verdicts.words.stragglers import (
@@ -34,21 +26,19 @@ from torchlens_perf.verdicts.words.stragglers import (
     build_no_straggler_verdict,
     build_straggler_verdicts,
     compute_last_arrival_shares,
-    describe_unequal_work,
+    find_unequal_work,
     without_cpu_check,
 )
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts, Steps
-
-_MAX_WARM_UP_PARTS = 3
+    from torchlens_perf.verdicts.words.report import Facts
 
 # A rank that was slow in at least this share of the steps explains the waits of the whole run.
 _MOST_STEPS = 0.5
 
 
 def build_verdicts(
-    report: Facts, findings: Findings, hang: OpenHang | None, links: LinkFindings
+    report: Facts, findings: Findings, hang: HangEvidence | None, links: LinkFindings
 ) -> list[Verdict]:
     """Return the report's verdicts in any order. Each has a different cause.
 
@@ -62,7 +52,7 @@ def build_verdicts(
 
 
 def _build_all_verdicts(
-    report: Facts, findings: Findings, hang: OpenHang | None, links: LinkFindings
+    report: Facts, findings: Findings, hang: HangEvidence | None, links: LinkFindings
 ) -> list[Verdict]:
     out_of_memory = build_out_of_memory_verdicts(report["ranks"])
     if hang is not None:
@@ -87,7 +77,7 @@ def _build_all_verdicts(
     # explains the waits of the whole run.
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST_STEPS
     explained = (
-        bool(now) or slow_before or bool(not findings.compared and describe_unequal_work(findings))
+        bool(now) or slow_before or bool(not findings.compared and find_unequal_work(findings))
     )
     typical, *long = build_step_verdicts(report, waits_explained=explained)
     grows: list[Verdict] = []
@@ -154,83 +144,35 @@ def _replace_if_spans_too_deep(report: Facts, verdict: Verdict) -> Verdict:
 
 
 def _build_no_steps_verdict(report: Facts) -> Verdict:
-    text, action = _why_no_steps(report)
+    quality = report["quality"]
+    now = [each for rank in report["ranks"] if (each := rank["now"]) is not None and each.inside]
+    evidence = NoStepsEvidence(
+        quality["records"],
+        quality["lost"],
+        report["steps"]["made"],
+        None if report["ranks"] else tuple(quality["notes"]),
+        max(now, key=lambda each: each.step_s) if report["run"]["live"] and now else None,
+    )
     return Verdict(
         kind="no_steps",
         cost_s_per_step=0.0,
         cost_share=0.0,
         confidence=1.0,
-        text=text,
-        action=action,
-        evidence=NoStepsEvidence(report["quality"]["records"]),
-    )
-
-
-def _why_no_steps(report: Facts) -> tuple[str, str]:
-    """Return a sentence on why no step was measured, and the next action."""
-    made, lost = report["steps"]["made"], report["quality"]["lost"]
-    if not report["ranks"]:
-        why = "; ".join(map(printable, report["quality"]["notes"])) or "no ring file was found"
-        return (
-            f"No rank's records were read: {why}.",
-            "look for a program that removes files in /dev/shm or in the run directory.",
-        )
-    if lost:
-        steps = f"All records of {format_count(made, 'finished step')}" if made else "Records"
-        return (
-            f"{steps} were lost: {format_count(lost, 'record')} came faster than the sidecar could read,"
-            " and were overwritten.",
-            "record fewer sections or modules, or raise ring_records.",
-        )
-    if made:
-        which = "The only step that ended is" if made == 1 else f"The {made} steps that ended are"
-        return (
-            f"{which} not measured: recording began after the first optimizer step, as the script"
-            " has no watch().",
-            "run more steps, or put `with perf.watch(model):` around the loop.",
-        )
-    now = [
-        rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"].inside
-    ]
-    if report["run"]["live"] and now:
-        longest = max(now, key=lambda each: each.step_s)
-        return (
-            f"No step has ended yet: the first one has taken {format_duration(longest.step_s)} so far,"
-            f" and is in {' > '.join(longest.inside)}.",
-            "wait for its end.",
-        )
-    return (
-        "No step was seen. A step ends with an optimizer's step, a forward pass without gradients"
-        " of the watched model, or w.step().",
-        "pass the model to watch(), or call w.step() at the end of your loop.",
+        action=evidence.explain_and_advise()[1],
+        evidence=evidence,
     )
 
 
 def _build_only_warm_up_verdict(report: Facts) -> Verdict:
     steps = report["steps"]
-    far = " so far" if report["run"]["live"] else ""
-    which = "which is" if steps["count"] == 1 else "all of them"
-    text = (
-        f"Only {format_count(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
-        f" of each rank){describe_warm_up(steps)}."
-    )
     return Verdict(
         kind="none",
         cost_s_per_step=0.0,
         cost_share=0.0,
         confidence=0.0,
-        text=text,
         action="run at least 40 steps.",
         is_undecided=True,
-        evidence=WarmUpEvidence(),
+        evidence=WarmUpEvidence(
+            steps["count"], report["run"]["live"], steps["warm_up_max_s"], steps["warm_up_parts"]
+        ),
     )
-
-
-def describe_warm_up(steps: Steps) -> str:
-    """Return a clause with the duration of warm-up steps and their largest parts; "" if unknown."""
-    if steps["warm_up_max_s"] is None:
-        return ""
-    parts = list(steps["warm_up_parts"].items())[:_MAX_WARM_UP_PARTS]
-    shown = ", ".join(f"{phase_name(part)} {format_percent(share)}" for part, share in parts)
-    up_to = "" if steps["count"] == 1 else "up to "
-    return f": {up_to}{format_duration(steps['warm_up_max_s'])}{f', {shown}' if shown else ''}"
