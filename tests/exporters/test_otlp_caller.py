@@ -135,7 +135,7 @@ def test_run_span_is_sent_after_the_ranks_have_ended() -> None:
 
 
 def crash_of(kind: str, failure: Failure | None) -> Verdict:
-    evidence = DiedEvidence((0,), 4, (), "h", None, by_oom_killer=False)
+    evidence = DiedEvidence(4, (), "h", None, by_oom_killer=False, ranks=(0,))
     found = FailedEvidence(failure, (), (), (), (), (), "h", None, 1, 1) if failure else evidence
     return Verdict(kind=kind, confidence=1.0, rank=0, evidence=found)
 

@@ -156,7 +156,7 @@ def noted(kind: str) -> FindingRecords:
     """Return records of a run with an ended finding of the given kind."""
     alert = Alert("id", "about", kind, "ended", "It is slow.", "see.", 9_000_000, 0, ranks=(1,))
     hung = (
-        HangEvidence("missing", 60.0, 20, (1,), (0,), {}, "", "", "see.")
+        HangEvidence("missing", 60.0, 20, (0,), {}, "", "", "see.", ranks=(1,))
         if kind == "hang"
         else None
     )
@@ -183,7 +183,7 @@ CPU = {"host": 40.0, "cpu": 30.0, "cpu_in": "host"}
 ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION}]
 GROWING = [{**BASE, "host": 1.02**step} for step in range(160)]
 HANG = HangEvidence(
-    "dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, "It hangs", ""
+    "dead", 90.0, 10, (1,), {1: RankStack(("train.py:3",), "")}, "It hangs", "", ranks=(0,)
 )
 FAILURE: Failure = {
     "type": "torch.OutOfMemoryError",
@@ -501,7 +501,7 @@ def test_report_on_a_hanging_live_run_conforms_to_the_schema(run: RunDirectory) 
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     sidecar.read_rings()
     sidecar.count_records()
-    sidecar.state.hang = HangEvidence("dead", 90.0, 10, (0,), (), {}, "It hangs", "")
+    sidecar.state.hang = HangEvidence("dead", 90.0, 10, (), {}, "It hangs", "", ranks=(0,))
     report = checked(build_report(run.run_id, [sidecar.state]))
     rank.close()
     sidecar.close()

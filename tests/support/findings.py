@@ -87,7 +87,11 @@ def slow_links(*groups: tuple[int, ...]) -> Verdict:
         cost_share=0.1,
         confidence=0.8,
         action="see.",
-        evidence=SlowLinkEvidence(LinkFindings(links, (), (), len(links), "")),
+        evidence=SlowLinkEvidence(
+            LinkFindings(links, (), (), len(links), ""),
+            ranks=links[0].ranks,
+            cause="slow_communication",
+        ),
     )
 
 
@@ -96,7 +100,9 @@ def hang(
 ) -> HangEvidence:
     """Return a hang in the form in which a node's state stores it."""
     opening, finding = f"No step for {since_s:.0f} s", "Rank 2 did not enter it."
-    return HangEvidence(kind, since_s, step, ranks, (0, 1), {}, opening, finding, "look at it.")
+    return HangEvidence(
+        kind, since_s, step, (0, 1), {}, opening, finding, "look at it.", ranks=ranks, cause=kind
+    )
 
 
 def hung(

@@ -23,7 +23,7 @@ from torchlens_perf.view.headline import build_headlines, choose_headline
 
 UNICODE, ASCII = Terminal(), Terminal(ascii_only=True, color=False)
 HANG = HangEvidence(
-    "missing", 42.0, 40, (1,), (0, 2), {1: RankStack(("a.py:1 f", "b.py:2 g"), "")}, "", ""
+    "missing", 42.0, 40, (0, 2), {1: RankStack(("a.py:1 f", "b.py:2 g"), "")}, "", "", ranks=(1,)
 )
 
 

@@ -18,7 +18,7 @@ from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.rank_tables import build_rank_table
 from torchlens_perf.view.specs import Column, Table
 
-HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {}, "", "")
+HANG = HangEvidence("missing", 12.0, 40, (0, 2), {}, "", "", ranks=(1,))
 
 
 @pytest.fixture(scope="module")

@@ -445,7 +445,9 @@ def test_verdict_missing_for_less_than_a_minute_stays_open() -> None:
 def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     """Changed numbers raise no alert."""
     log = FindingLog("run")
-    evidence = ImbalanceEvidence("imbalance", "stage", (6, 7), "pp 1", 0.002, 0.001)
+    evidence = ImbalanceEvidence(
+        "pp 1", 0.002, 0.001, ranks=(6, 7), scope="stage", cause="imbalance"
+    )
     verdict = Verdict(
         kind="imbalance", cost_s_per_step=0.01, cost_share=0.1, confidence=0.9,
         action="see.", evidence=evidence,

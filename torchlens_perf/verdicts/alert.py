@@ -58,7 +58,7 @@ class AlertBuilder:
         if self.alone:
             text = f"Only from node {self.alone}, which cannot reach node 0: {text}"
         causes = () if verdict.diagnosis is None else verdict.diagnosis.causes
-        hangs = evidence.duration_s is not None
+        hangs = verdict.lost_s is not None
         return dataclasses.replace(
             last,
             id=_digest(last.about, change, *parts),
@@ -77,7 +77,7 @@ class AlertBuilder:
             # Steps that do not end have no cost per step.
             cost_s_per_step=None if hangs else verdict.cost_s_per_step,
             cost_share=None if hangs else verdict.cost_share,
-            duration_s=evidence.duration_s,
+            duration_s=verdict.lost_s,
         )
 
     def end(self, last: Alert, why: str = "") -> Alert:

@@ -16,18 +16,10 @@ if TYPE_CHECKING:
 
 
 class SlowLinkEvidence(Evidence, frozen=True, tag="slow_link"):
-    """Evidence on slow links, the costliest first."""
+    """Evidence on slow links, the costliest first, and on the ranks that all of them share, or else
+    the ranks of the worst link."""
 
     found: LinkFindings
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that all slow links share, or else the ranks of the worst link."""
-        return self.found.shared_ranks or self.found.links[0].ranks
-
-    @property
-    def cause(self) -> str:
-        return "slow_communication"
 
     @property
     def subjects(self) -> set[str]:
@@ -72,7 +64,9 @@ def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) ->
         action=(
             f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
         ),
-        evidence=SlowLinkEvidence(links),
+        evidence=SlowLinkEvidence(
+            links, ranks=links.shared_ranks or worst.ranks, cause="slow_communication"
+        ),
     )
 
 

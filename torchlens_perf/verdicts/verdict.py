@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 
 if TYPE_CHECKING:
     from torchlens_perf.run.failure import Failure
-    from torchlens_perf.run.oom_table import OutOfMemory
     from torchlens_perf.verdicts.long_steps import LongSteps
 
 OVER = "_ended"
@@ -71,7 +70,7 @@ class RunLength(NamedTuple):
     last_step: int | None
 
 
-class Evidence(Struct, frozen=True, tag_field="type"):
+class Evidence(Struct, frozen=True, kw_only=True, tag_field="type"):
     """The basis of a verdict. There is a class for each kind of evidence."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
@@ -84,40 +83,24 @@ class Evidence(Struct, frozen=True, tag_field="type"):
     paid_once_of: ClassVar[str] = ""
     """For a cost that is paid once, the time of which it is a share; "" for a cost per step."""
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks that the verdict is about; () for the rank of the verdict alone."""
-        return ()
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Modules that explain the finding."""
-        return ()
-
-    @property
-    def slow_too(self) -> tuple[int, ...]:
-        """Other slow ranks that are included in the verdict's cost."""
-        return ()
-
-    @property
-    def own_cost_s(self) -> float | None:
-        """For one rank with `slow_too`, the gain of repairing this rank alone; else None."""
-        return None
-
-    @property
-    def cause(self) -> str:
-        """Class of the cause; "" if there are no classes."""
-        return ""
+    ranks: tuple[int, ...] = ()
+    """All ranks that the verdict is about; () for the rank of the verdict alone."""
+    scope: str = ""
+    """The unit that is slow: rank (a single rank), node, position or stage; "" if the verdict is not
+    about slow ranks."""
+    modules: tuple[str, ...] = ()
+    """Modules that explain the finding."""
+    slow_too: tuple[int, ...] = ()
+    """Other slow ranks that do the same work. They are included in the verdict's cost."""
+    own_cost_s: float | None = None
+    """For one rank with `slow_too`, the gain of repairing this rank alone; else None."""
+    cause: str = field(default="", name="class")
+    """Class of the cause, for slow ranks slow_compute, slow_data, slow_host, more_work or imbalance; ""
+    if there are no classes."""
 
     def find_large_uses(self, verdict: Verdict) -> set[str]:
         """Kinds of large uses of the typical step's time."""
         return set()
-
-    @property
-    def scope(self) -> str:
-        """The unit that is slow: rank (a single rank), node, position or stage; "" if the verdict is
-        not about slow ranks."""
-        return ""
 
     @property
     def subjects(self) -> set[str]:
@@ -125,28 +108,13 @@ class Evidence(Struct, frozen=True, tag_field="type"):
         return set()
 
     @property
-    def duration_s(self) -> float | None:
-        """Time without a finished step, for a hang."""
-        return None
-
-    @property
     def long(self) -> LongSteps | None:
         """The class of steps that a verdict on long steps is about; None for other verdicts."""
         return None
 
     @property
-    def oom(self) -> OutOfMemory | None:
-        """The error of a rank that ran out of memory; None for other verdicts."""
-        return None
-
-    @property
     def failure(self) -> Failure | None:
         """The exception that ended the run; None for other verdicts."""
-        return None
-
-    @property
-    def typical_step_s(self) -> float | None:
-        """Duration of the typical step by the hosts' clocks; None for verdicts on other times."""
         return None
 
     @property

@@ -381,8 +381,9 @@ def build_out_of_memory_table(report: Report) -> Table | None:
     """Return the largest groups of live memory blocks at the time when a device ran out of
     memory.
     """
-    for row in report["verdicts"]:
-        oom = row.evidence.oom
+    named = {row.rank for row in report["verdicts"] if row.kind == "out_of_memory"}
+    for rank in report["ranks"]:
+        oom = rank["out_of_memory"] if rank["rank"] in named else None
         if oom is not None and (held := oom["table"]) is not None:
             blocks, events = held["rows"], held["history_events"]
             columns = [

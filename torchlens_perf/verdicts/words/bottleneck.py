@@ -511,10 +511,10 @@ def _find_gap(report: Facts, use: TimeShare, step_s: float) -> LargestGap | None
 
 def _build_contention_verdicts(report: Facts, typical: Verdict) -> list[Verdict]:
     """Return the verdict on waits for a CPU that are in the limit of the step; [] for small ones."""
-    step_s = typical.evidence.typical_step_s
-    if step_s is None or typical.phase not in _GAP:
+    if report["run"]["device"] is not None or typical.phase not in _GAP:
         return []
-    by_part_s = _break_down_host_step(report).lack_by_part_s
+    found = _break_down_host_step(report)
+    step_s, by_part_s = found.step_s, found.lack_by_part_s
     lack_s = sum(by_part_s.values())
     if lack_s < _WASTE_FIRST * step_s:
         return []

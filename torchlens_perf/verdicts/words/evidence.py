@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import mean
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.analysis.statistics.quantities import (
@@ -51,9 +51,6 @@ _MAX_WARM_UP_PARTS = 3
 class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
     """Evidence on a pipeline stage that has more work than the others."""
 
-    cause: str = field(name="class")
-    scope: str
-    ranks: tuple[int, ...]
     stage: str
     work_s: float
     """Work of a rank of the stage, per step."""
@@ -72,7 +69,6 @@ class PastEvidence(Evidence, frozen=True, tag="past"):
     """Evidence on slow links or an imbalance that have ended."""
 
     kinds = tuple(f"{kind}{OVER}" for kind in ("slow_link", "imbalance"))
-    ranks: tuple[int, ...]
     alerted: str
     """The text of the newest alert on the finding."""
 

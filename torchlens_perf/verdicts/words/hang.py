@@ -28,15 +28,13 @@ _MAX_SPANS = 6
 
 
 class HangEvidence(Evidence, frozen=True, tag="hang"):
-    """A hang, with its clauses. See Hang for the other fields."""
+    """A hang, with its clauses. `ranks` are the blocking ones; see Hang for the other fields."""
 
     kinds = ("hang", f"hang{OVER}")
     paid_once_of = "all step time"
     kind: str
     since_s: float
     step: int
-    ranks: tuple[int, ...]
-    """The blocking ranks."""
     waiting: tuple[int, ...]
     stacks: Mapping[int, RankStack]
     """Python stacks of a few relevant ranks, by rank."""
@@ -67,14 +65,6 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
     def stops_run(self) -> bool:
         return self.went_on is False
 
-    @property
-    def cause(self) -> str:
-        return self.kind
-
-    @property
-    def duration_s(self) -> float:
-        return self.since_s
-
 
 def build_hang_verdict(hang: HangEvidence) -> Verdict:
     return Verdict(
@@ -82,6 +72,7 @@ def build_hang_verdict(hang: HangEvidence) -> Verdict:
         rank=hang.ranks[0] if hang.ranks else None,
         cost_s_per_step=0.0,
         cost_share=0.0,
+        lost_s=hang.since_s,
         since_step=hang.step,
         confidence=0.9,
         action=hang.action,
@@ -115,7 +106,6 @@ def describe_hang(
 
     user_lines: for some ranks, the line of the user's code, such as "train.py:65".
     """
-    ranks = tuple(each.progress.rank for each in hang.blocking)
     usual = (
         f"usually {format_duration(hang.usual_s)}"
         if hang.usual_s > 0
@@ -136,12 +126,13 @@ def describe_hang(
         hang.kind,
         hang.since_s,
         hang.step,
-        ranks,
         hang.waiting,
         stacks,
         opening,
         f"{finding} {_additional_sentences(hang)}".rstrip(),
         _next_action(hang),
+        ranks=tuple(each.progress.rank for each in hang.blocking),
+        cause=hang.kind,
     )
 
 

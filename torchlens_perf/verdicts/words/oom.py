@@ -28,11 +28,9 @@ _ALL_SHARE = 0.98
 
 
 class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
-    """Evidence on the first rank that ran out of its device's memory."""
+    """Evidence on the first rank that ran out of its device's memory, and on all that did."""
 
     oom: OutOfMemory
-    ranks: tuple[int, ...]
-    """The first rank, followed by the other ranks that ran out of memory."""
 
     def describe(self, verdict: Verdict) -> str:
         oom, table = self.oom, self.oom["table"]
@@ -71,7 +69,7 @@ def build_out_of_memory_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
             since_step=oom["step"],
             confidence=1.0,
             action=build_next_action(oom, first["memory"]["growth"]),
-            evidence=OutOfMemoryEvidence(oom, (first["rank"], *also)),
+            evidence=OutOfMemoryEvidence(oom, ranks=(first["rank"], *also)),
         )
     ]
 

@@ -88,7 +88,7 @@ def build_ended_verdict(
         kind=f"{kind}{OVER}",
         since_step=since_step,
         confidence=0.5,
-        evidence=PastEvidence(tuple(ranks), text),
+        evidence=PastEvidence(text, ranks=tuple(ranks)),
     )
 
 

@@ -33,10 +33,8 @@ SILENT_S = 60.0
 
 
 class UnevenStepsEvidence(Evidence, frozen=True, tag="uneven_steps"):
-    """Evidence on ranks that ended normally after different numbers of steps."""
+    """Evidence on the ranks that ended normally after the fewest steps."""
 
-    ranks: tuple[int, ...]
-    """The ranks with the fewest steps."""
     fewest: int
     most: int
     longest: tuple[int, ...]
@@ -54,7 +52,6 @@ class UnevenStepsEvidence(Evidence, frozen=True, tag="uneven_steps"):
 class DiedEvidence(Evidence, frozen=True, tag="died"):
     """Evidence on ranks whose processes ended before watch() was closed."""
 
-    ranks: tuple[int, ...]
     last_step: int | None
     """The last finished step of the rank that died first; None if it finished no step."""
     inside: tuple[str, ...]
@@ -259,7 +256,7 @@ def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[Verdict]:
             action=(
                 "give all ranks the same number of batches: drop_last=True, or a DistributedSampler."
             ),
-            evidence=UnevenStepsEvidence(ended, fewest, most, longest),
+            evidence=UnevenStepsEvidence(fewest, most, longest, ranks=ended),
         )
     ]
 
@@ -359,12 +356,12 @@ def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
             confidence=1.0,
             action=action,
             evidence=DiedEvidence(
-                tuple(rank["rank"] for rank in died),
                 first["last_step"],
                 tuple(first["inside"]),
                 host,
                 end,
                 by_oom_killer,
+                ranks=tuple(rank["rank"] for rank in died),
             ),
         )
     ]

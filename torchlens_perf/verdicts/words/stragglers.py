@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from msgspec import field, structs
+from msgspec import structs
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
@@ -76,8 +76,6 @@ _ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_ra
 class SlownessEvidence(Evidence, frozen=True, kw_only=True):
     """Evidence on slow ranks, now or before. Seconds are per step, and those of the slowest rank."""
 
-    cause: str = field(name="class")
-    """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""
     from_start: bool
     """True if the rank may have been slow before the first judged step."""
     excess_s: float
@@ -113,17 +111,11 @@ class SlownessEvidence(Evidence, frozen=True, kw_only=True):
 class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="straggler"):
     """Evidence on ranks that are slow now."""
 
-    scope: str
     name: str
     """The host, or the position such as "ep 3"; "" for a single rank."""
     host: str
     location: str
     """The location of the host in the data center, in words."""
-    ranks: tuple[int, ...]
-    slow_too: tuple[int, ...]
-    """Other slow ranks that do the same work. They are included in the verdict's cost."""
-    own_cost_s: float | None
-    """For one rank with `slow_too`, the gain of repairing this rank alone; else None."""
     compared: int
     """Number of compared ranks."""
     by_host: bool
@@ -135,8 +127,6 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     standard_errors: float
     """Mean excess, in standard errors."""
     named_at_step: int
-    modules: tuple[str, ...]
-    """Modules that explain most of the excess in the slow phase."""
     module_excess_s: float
     between_modules: bool
     """True if the modules were timed and explain little of the excess in the slow phase."""
@@ -583,12 +573,12 @@ def build_imbalance_verdicts(findings: Findings) -> list[Verdict]:
             confidence=0.9,
             action=f"move layers out of stage {found.stage}.",
             evidence=ImbalanceEvidence(
-                "imbalance",
-                "stage",
-                found.ranks,
                 found.stage,
                 found.work_ns / 1e9,
                 found.others_work_ns / 1e9,
+                ranks=found.ranks,
+                scope="stage",
+                cause="imbalance",
             ),
         )
     ]
