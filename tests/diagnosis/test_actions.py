@@ -41,7 +41,7 @@ LOADER = LoaderSettings(workers=2, pin_memory=True, prefetch_factor=2)
 DDP = DdpSettings(25 << 20, False, False, False, 400 << 20, 0)
 FSDP = FsdpSettings(12, 11, 0)
 ADAM = OptimizerSettings("AdamW", 100, "cpu")
-CPU = {"cpus": 8, "threads": 2, "workers": 0, "others_share": None, "busiest_other": ""}
+CPU = {"cpus": 8, "threads": 2, "workers": 0, "others_share": None, "programs": [], "ranks": None}
 SUMS = {"operation": "allreduce", "group": "0", "description": "dp", "dtype": "float32",
         "count": STEPS * 2, "bytes": 0, "transfer_s": {"mean_s": 0.004}}  # fmt: skip
 

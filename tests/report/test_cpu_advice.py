@@ -19,23 +19,29 @@ from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.report.build import build_report
+from torchlens_perf.run.cpu_programs import CHILD, OTHER, RANK, CpuProgram
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts.node_state import CpuUsage
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
+from torchlens_perf.verdicts.verdict import Verdict
 
 STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
+STRESS = CpuProgram("stress-ng", 7, 0.95, OTHER)
+
+
+def verdict(loops: list[list[dict[str, Any]]], users: CpuUsage, threads: int = 0) -> Verdict:
+    report = checked(build_report("r", [node(loops, cpu_users=users, threads=threads)]))
+    return next(row for row in report["verdicts"] if row.kind == "lack_of_cpu")
 
 
 def action(loops: list[list[dict[str, Any]]], users: CpuUsage, threads: int = 0) -> str:
-    report = checked(build_report("r", [node(loops, cpu_users=users, threads=threads)]))
-    row = next(row for row in report["verdicts"] if row.kind == "lack_of_cpu")
-    return str(row.action)
+    return verdict(loops, users, threads).action
 
 
 def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
-    said = action([[STARVED] * 60], CpuUsage(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
+    said = action([[STARVED] * 60], CpuUsage(2, 0, [1.9, 2.0], [STRESS]), 1)
 
     assert (
         said
@@ -48,30 +54,30 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
     ("users", "threads", "ranks", "words", "never"),
     [
         (
-            CpuUsage(2, 0, [0.0, 5.0], ""),
+            CpuUsage(2, 0, [0.0, 5.0], []),
             1,
             1,
             ["more CPUs (now 2)."],
             ["threads", "workers", "ranks", "see what"],
         ),
         (
-            CpuUsage(2, 0, [0.0, 5.0], ""),
+            CpuUsage(2, 0, [0.0, 5.0], []),
             8,
             1,
             ["OMP_NUM_THREADS, now 8", "more CPUs"],
             ["workers", "ranks"],
         ),
         (
-            CpuUsage(2, 4, [0.0, 5.0], ""),
+            CpuUsage(2, 4, [0.0, 5.0], []),
             1,
             1,
             ["num_workers; child processes at once: 4"],
             ["threads", "ranks"],
         ),
-        (CpuUsage(2, 1, [0.0, 5.0], ""), 1, 1, ["more CPUs (now 2)."], ["workers"]),
-        (CpuUsage(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
+        (CpuUsage(2, 1, [0.0, 5.0], []), 1, 1, ["more CPUs (now 2)."], ["workers"]),
+        (CpuUsage(2, 0, [0.0, 5.0], []), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
         (
-            CpuUsage(2, 0, [5.0, 10.0], ""),
+            CpuUsage(2, 0, [5.0, 10.0], []),
             1,
             1,
             ["see which programs outside of the job keep 50%"],
@@ -110,6 +116,51 @@ def test_advice_on_cpus_has_only_applicable_changes(
 
     assert all(each in said for each in words), said
     assert not any(each in said for each in never), said
+
+
+def test_three_busiest_programs_are_named_with_their_owners() -> None:
+    """The rank's own process has the pid of the test's ranks."""
+    pid = checked(build_report("r", [node([[STARVED] * 60])]))["ranks"][0]["pid"]
+    users = CpuUsage(
+        2,
+        1,
+        [1.9, 2.0],
+        [
+            STRESS,
+            CpuProgram("python", pid, 0.6, RANK),
+            CpuProgram("python", 9, 0.25, CHILD),
+        ],
+        ranks=1,
+    )
+    found = verdict([[STARVED] * 60], users, 1)
+
+    assert (
+        "The busiest programs on its CPUs: stress-ng (pid 7), not of this job, 0.95 CPUs; python"
+        f" (pid {pid}), rank 0, 0.6 CPUs; python (pid 9), a child process of a rank, 0.25 CPUs."
+        in found.explanation
+    )
+    assert "The job itself" not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("users", "threads", "words"),
+    [
+        (CpuUsage(2, 0, ranks=2), 1, ""),
+        (CpuUsage(2, 0, ranks=2), 8, "2 ranks with 8 threads each, on 2 CPUs."),
+        (CpuUsage(2, 3, ranks=1), 1, "1 rank with 1 thread and 3 child processes each, on 2 CPUs."),
+        (CpuUsage(1, 0, ranks=2), 1, "2 ranks with 1 thread each, on 1 CPU."),
+        (CpuUsage(8, 0), 64, ""),
+        (CpuUsage(), 64, ""),
+    ],
+    ids=["enough", "threads", "workers", "ranks", "ranks unknown", "nothing known"],
+)
+def test_job_that_has_more_threads_than_cpus_is_named(
+    users: CpuUsage, threads: int, words: str
+) -> None:
+    found = verdict([[STARVED] * 60] * 2, users, threads).sentence
+
+    assert ("The job itself has more threads and processes than CPUs" in found) == bool(words)
+    assert words in found
 
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED])
@@ -203,5 +254,9 @@ def test_sidecar_records_a_busy_program_outside_the_job(run: RunDirectory) -> No
         rank.close()
     users = next(iter(sidecar.state.processes.values())).cpu_users
 
-    assert users.cpus == 1
+    assert users.cpus == users.ranks == 1
     assert users.others[0] > 0
+    # Other programs of the machine may be busier than these two.
+    owners = {neighbour: OTHER, os.getpid(): RANK}
+    assert 0 < len(users.programs) <= 3
+    assert all(each.owner == owners.get(each.pid, each.owner) for each in users.programs)

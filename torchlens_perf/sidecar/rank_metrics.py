@@ -10,6 +10,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.hardware import compute_gpu_signals, compute_link_signals
 from torchlens_perf.analysis.statistics.memory import compute_memory_signals
 from torchlens_perf.run import ring
+from torchlens_perf.run.cpu_programs import OUTSIDE
 from torchlens_perf.run.hardware_samples import Sample
 from torchlens_perf.run.records import OWN_COLUMNS
 from torchlens_perf.sidecar.host.process import HostMetrics
@@ -35,6 +36,8 @@ _COUNTS = {
 }  # fmt: skip
 # Allocator retries are counted over this many steps, because few steps read the allocator.
 _MEMORY_STEPS = 64
+# Most programs that are kept for the users of a rank's CPUs.
+_MAX_PROGRAMS = 3
 
 
 class HardwareSignals:
@@ -170,11 +173,12 @@ class RankMetrics:
         """
         pid, users = source.state.identity.pid, source.state.cpu_users
         users.cpus = self._host.cpu_count(pid) or users.cpus
+        users.ranks = max(users.ranks, self._host.sharing_ranks(pid))
         users.workers = max(users.workers, self._host.worker_count(pid))
         share = signals.get("neighbour_share")
         if share is not None:
             users.others = [users.others[0] + share, users.others[1] + 1]
-            users.busiest_other = self._host.busiest_neighbour(pid) or users.busiest_other
+            users.programs = self._host.busiest_programs(pid)[:_MAX_PROGRAMS] or users.programs
         waits = signals.get("cpu_wait_share")
         if waits is not None:
             waited, samples = source.state.cpu_wait
@@ -183,8 +187,9 @@ class RankMetrics:
     def diagnosis_details(self, source: RingSource) -> dict[str, str]:
         """Return the names of the rank's CPU neighbour, control group and GPU for a diagnosis."""
         pid = source.state.identity.pid
+        outside = (each for each in self._host.busiest_programs(pid) if each.owner in OUTSIDE)
         found = {
-            "neighbour": self._host.busiest_neighbour(pid),
+            "neighbour": next((f"{each.name} (pid {each.pid})" for each in outside), ""),
             "control_group": self._host.control_group_path(pid),
             "gpu": self._hardware.gpu_name(source.state.facts.gpus),
         }

@@ -27,6 +27,7 @@ from torchlens_perf.analysis.statistics.rank import (
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.cpu_programs import CpuProgram
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
 from torchlens_perf.run.identity import Identity
@@ -70,8 +71,10 @@ class CpuUsage:
     others: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     """Two sums over the samples in which the process lacked a CPU: the share of its CPUs that was
     used by programs outside the job, and the number of samples."""
-    busiest_other: str = ""
-    """The busiest program outside the job, as "name (pid 7)"."""
+    programs: list[CpuProgram] = dataclasses.field(default_factory=list)
+    """The busiest programs on these CPUs, the busiest first."""
+    ranks: int = 0
+    """Number of ranks that may use these CPUs; 0 if not known."""
 
 
 @dataclasses.dataclass

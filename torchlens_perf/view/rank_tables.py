@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.cpu import describe_programs
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value, columns_if
 from torchlens_perf.view.theme import PARTS
 
@@ -232,7 +233,7 @@ def build_cpu_table(report: Report) -> Table | None:
                help="Child processes of the rank, such as data loader workers."),
         Column("other programs", [each["others_share"] for each in cpus], Quantity.SHARE,
                help="Share of the rank's CPU time that programs outside the job used."),
-        Column("busiest of them", [each["busiest_other"] or None for each in cpus], Quantity.TEXT),
+        Column("busiest programs", [describe_programs(report, rank) or None for rank in ranks], Quantity.TEXT),
     ]  # fmt: skip
     return Table("cpus", "CPU use", columns, slow, first, noun="rank", ranged="other programs")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from torchlens_perf.run.cpu_programs import OTHER, OUTSIDE, RANK
 from torchlens_perf.run.processes import TICKS_PER_S
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
@@ -51,7 +52,7 @@ def make_proc_folder(folder: Path, *pids: int) -> Path:
 
 
 def pid_of_busiest_other(signals: HostMetrics, pid: int) -> int:
-    return int(signals.busiest_neighbour(pid).rpartition("(pid ")[2].rstrip(")"))
+    return next(each.pid for each in signals.busiest_programs(pid) if each.owner in OUTSIDE)
 
 
 def test_other_process_on_the_ranks_cpu_is_reported(tmp_path: Path) -> None:
@@ -69,6 +70,9 @@ def test_other_process_on_the_ranks_cpu_is_reported(tmp_path: Path) -> None:
         assert newest["cpu_wait_share"] > 0.2
         assert newest["neighbour_share"] > 0.2
         assert pid_of_busiest_other(signals, rank) == other
+        owners = {each.pid: each.owner for each in signals.busiest_programs(rank)}
+        assert owners.items() >= {rank: RANK, other: OTHER}.items()
+        assert signals.sharing_ranks(rank) == 1
         assert newest["gc_share"] == newest["disk_wait_share"] == 0.0
 
 
@@ -100,7 +104,7 @@ def test_ended_process_produces_no_signals() -> None:
     signals.sample_disk_waits([process.pid], 0.5)
 
     assert signals.take_signals({process.pid: 0}, 1.0) == {}
-    assert signals.busiest_neighbour(process.pid) == ""
+    assert signals.busiest_programs(process.pid) == []
 
 
 class Kernel:
@@ -211,8 +215,12 @@ def test_cpu_use_of_invisible_processes_is_counted(tmp_path: Path) -> None:
     # Process 8 may spend half of its time on the other CPU.
     assert neighbours.busy_share({0}, {7: {0}, 8: {0, 1}}) == pytest.approx(0.5)
     assert neighbours.busy_share({0, 1}, {7: {0, 1}, 8: {0, 1}}) == pytest.approx(0.2)
-    assert neighbours.busiest_program({0}, {7, 8}) == ""
-    assert neighbours.busiest_program({0}, {7}) == "prog8 (pid 8)"
+    found = neighbours.busiest_programs({0}, {7: RANK})
+    assert [(each.name, each.pid, each.owner) for each in found] == [
+        ("prog7", 7, RANK), ("prog8", 8, OTHER)
+    ]  # fmt: skip
+    assert [each.cpus for each in found] == pytest.approx([0.4, 0.2])
+    assert neighbours.busiest_programs({1}, {}) == []
 
 
 def test_recently_busy_process_replaces_an_earlier_one(tmp_path: Path) -> None:
@@ -221,11 +229,11 @@ def test_recently_busy_process_replaces_an_earlier_one(tmp_path: Path) -> None:
     neighbours = CpuNeighbours(tmp_path)
     for _ in range(60):
         neighbours.take_sample(machine.passes(1.0, pid7=0.9, pid8=0.0))
-    assert neighbours.busiest_program({0}, ()) == "prog7 (pid 7)"
+    assert [each.pid for each in neighbours.busiest_programs({0}, {})] == [7]
     for _ in range(6):
         neighbours.take_sample(machine.passes(1.0, pid7=0.0, pid8=0.9))
 
-    assert neighbours.busiest_program({0}, ()) == "prog8 (pid 8)"
+    assert [each.pid for each in neighbours.busiest_programs({0}, {})] == [8, 7]
     assert not neighbours.take_sample(machine.second + 100.0)  # The newest sample is too old.
 
 

@@ -70,5 +70,6 @@ def _build_cpu_facts(process: ProcessState) -> CpuUse | None:
         "threads": process.facts.threads or None,
         "workers": found.workers if found.cpus else None,
         "others_share": others_share,
-        "busiest_other": found.busiest_other,
+        "programs": found.programs,
+        "ranks": found.ranks or None,
     }

@@ -6,15 +6,19 @@ container, the sidecar often sees only the job's own processes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from torchlens_perf.run.cpu_programs import OTHER, OTHER_USER, CpuProgram
 from torchlens_perf.run.processes import TICKS_PER_S, read_kernel_bytes
 
 _MAX_PROGRAMS = 64
 _DECAY_PER_SAMPLE = 0.8
+# Programs that use less of a CPU are not named.
+_MIN_CPUS = 0.05
 _IDLE_FIELDS = (3, 4)  # Fields "idle" and "iowait" of a CPU's line in /proc/stat.
 
 
@@ -38,6 +42,7 @@ class CpuNeighbours:
         self._used: dict[int, tuple[_ProcessTicks, float]] = {}
         # Process and decaying sum of its samples, by pid.
         self._weighted: dict[int, tuple[_ProcessTicks, float]] = {}
+        self._weights = 0.0
 
     def take_sample(self, now_s: float) -> bool:
         """Take a sample. Return True if there is a recent previous sample to compare with."""
@@ -71,22 +76,28 @@ class CpuNeighbours:
             busy -= used * len(set(theirs) & set(cpus)) / max(1, len(theirs))
         return max(0.0, busy) / max(1, len(cpus))
 
-    def busiest_program(self, cpus: Collection[int], job: Collection[int]) -> str:
-        """Return the program outside the job that recently used these CPUs most.
+    def busiest_programs(
+        self, cpus: Collection[int], owners: Mapping[int, str]
+    ) -> list[CpuProgram]:
+        """Return the visible programs that recently used these CPUs, the busiest first.
 
-        The result looks like "name (pid 7)". Returns "" if no such program is visible.
+        owners: the owner of each process of the job, by pid.
         """
-        others = [
-            (used, pid)
+        found = [
+            CpuProgram(seen.name, pid, used / self._weights, owners.get(pid) or self._owner(pid))
             for pid, (seen, used) in self._weighted.items()
-            if seen.cpu in cpus and pid not in job
+            if seen.cpu in cpus and used >= _MIN_CPUS * self._weights
         ]
-        if not others:
-            return ""
-        _, pid = max(others)
-        return f"{self._weighted[pid][0].name} (pid {pid})"
+        return sorted(found, key=lambda each: -each.cpus)
+
+    def _owner(self, pid: int) -> str:
+        with contextlib.suppress(OSError):  # The process may have ended.
+            if (self._proc / str(pid)).stat().st_uid != os.getuid():
+                return OTHER_USER
+        return OTHER
 
     def _update_weighted_use(self) -> None:
+        self._weights = _DECAY_PER_SAMPLE * self._weights + 1
         weighted = {
             pid: (seen, _DECAY_PER_SAMPLE * used) for pid, (seen, used) in self._weighted.items()
         }

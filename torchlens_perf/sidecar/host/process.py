@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from torchlens_perf.run.cpu_programs import CHILD, RANK, SIDECAR, CpuProgram
 from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
@@ -107,13 +108,17 @@ class HostMetrics:
         self._samples_neighbours = waits
         return found
 
-    def busiest_neighbour(self, pid: int) -> str:
-        """Return the program outside the job that recently used this process's CPUs most.
+    def busiest_programs(self, pid: int) -> list[CpuProgram]:
+        """Return the programs that recently used this process's CPUs, the busiest first."""
+        owners = {os.getpid(): SIDECAR}
+        for each in self._processes.values():
+            owners |= {each.pid: RANK, **dict.fromkeys(each.children, CHILD)}
+        return self._neighbours.busiest_programs(self._processes.get(pid, _UNKNOWN).cpus, owners)
 
-        Returns "" if no such program is known.
-        """
+    def sharing_ranks(self, pid: int) -> int:
+        """Return the number of ranks that may use CPUs of this process, including itself."""
         cpus = self._processes.get(pid, _UNKNOWN).cpus
-        return self._neighbours.busiest_program(cpus, self._cpus_of_job())
+        return sum(not cpus.isdisjoint(each.cpus) for each in self._processes.values())
 
     def cpu_count(self, pid: int) -> int:
         """Return the number of CPUs that a process may use, or 0 if it is not known."""

@@ -6,13 +6,22 @@ from collections import Counter
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_percent
+from torchlens_perf.analysis.statistics.quantities import format_count, format_percent
+from torchlens_perf.run.cpu_programs import CHILD, OTHER, OTHER_USER, OUTSIDE, RANK, SIDECAR
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts
+    from torchlens_perf.run.cpu_programs import CpuProgram
+    from torchlens_perf.verdicts.words.report import Facts, Rank
 
 # Other programs are named if they keep at least this share of the job's CPUs busy.
 _OTHERS = 0.1
+_OWNERS = {
+    RANK: "rank {}",
+    CHILD: "a child process of a rank",
+    SIDECAR: "the sidecar",
+    OTHER_USER: "of another user",
+    OTHER: "not of this job",
+}
 
 
 def cpu_action(report: Facts) -> str:
@@ -22,12 +31,12 @@ def cpu_action(report: Facts) -> str:
     share = sum(each["others_share"] or 0.0 for each in others) / len(others) if others else 0.0
     begin = "see what else keeps the CPUs busy" if not others else ""
     if share >= _OTHERS:
-        busiest = max(others, key=lambda each: each["others_share"] or 0.0)["busiest_other"]
+        busiest = max(others, key=lambda each: each["others_share"] or 0.0)["programs"]
         begin = (
             f"see which programs outside of the job keep {format_percent(share)} of its CPUs busy"
         )
-        if busiest:
-            begin += f", first of all {busiest}"
+        if names := [_name_program(each) for each in busiest if each.owner in OUTSIDE]:
+            begin += f", first of all {' and '.join(names)}"
     threads = {each["threads"] for each in known}
     workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
     less = []
@@ -44,6 +53,40 @@ def cpu_action(report: Facts) -> str:
     more = f"more CPUs ({current})" if current else "more CPUs"
     ways = f"{', '.join(less)} or {more}" if less else more
     return f"{begin}; then use {ways}." if begin else f"use {ways}."
+
+
+def describe_cpu_users(report: Facts) -> str:
+    """Return sentences on the programs that use the job's CPUs, and on too many threads or workers
+    of the job itself; "" if nothing is known."""
+    known = [(rank, cpu) for rank in report["ranks"] if (cpu := rank["cpu"]) is not None]
+    if not known:
+        return ""
+    rank, found = max(known, key=lambda each: sum(used.cpus for used in each[1]["programs"]))
+    text, ranks, cpus = describe_programs(report, rank), found["ranks"] or 0, found["cpus"] or 0
+    sentences = [f"The busiest programs on its CPUs: {text}."] if text else []
+    has = {"thread": found["threads"] or 1, "child process": found["workers"] or 0}
+    if ranks * sum(has.values()) > cpus:
+        theirs = " and ".join(format_count(count, name) for name, count in has.items() if count)
+        sentences.append(
+            f"The job itself has more threads and processes than CPUs: {format_count(ranks, 'rank')}"
+            f" with {theirs} each, on {format_count(cpus, 'CPU')}."
+        )
+    return " ".join(sentences)
+
+
+def describe_programs(report: Facts, rank: Rank) -> str:
+    """Return name, owner and use of CPUs of the busiest programs on the CPUs of a rank."""
+    pids = {each["pid"]: each["rank"] for each in report["ranks"] if each["host"] == rank["host"]}
+    programs = [] if rank["cpu"] is None else rank["cpu"]["programs"]
+    return "; ".join(
+        f"{_name_program(each)}, {_OWNERS[each.owner].format(pids.get(each.pid, ''))},"
+        f" {each.cpus:.2g} CPUs"
+        for each in programs
+    )
+
+
+def _name_program(program: CpuProgram) -> str:
+    return f"{program.name} (pid {program.pid})"
 
 
 def _current_value_clause(values: Set[int | None], before: str = ", now ") -> str:

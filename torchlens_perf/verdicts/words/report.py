@@ -13,6 +13,7 @@ from typing import TypedDict
 from msgspec import Struct
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
+from torchlens_perf.run.cpu_programs import CpuProgram
 from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.long_steps import LongSteps
@@ -251,8 +252,10 @@ class CpuUse(TypedDict):
     others_share: float | None
     """Share of the rank's CPUs that was used by programs outside the job while the rank waited for
     a CPU; None if it never waited."""
-    busiest_other: str
-    """The busiest visible program outside the job, as "name (pid 7)"; "" if not known."""
+    programs: list[CpuProgram]
+    """The visible programs that used these CPUs most meanwhile, at most three."""
+    ranks: int | None
+    """Number of ranks of the job that may use these CPUs; None if not sampled."""
 
 
 class Rank(TypedDict):

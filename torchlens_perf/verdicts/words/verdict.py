@@ -11,6 +11,7 @@ from torchlens_perf.verdicts.slow_links import build_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, Verdict
 from torchlens_perf.verdicts.words.bottleneck import add_note, build_step_verdicts, named_kinds
+from torchlens_perf.verdicts.words.cpu import describe_cpu_users
 from torchlens_perf.verdicts.words.evidence import (
     DeepSpansEvidence,
     NoStepsEvidence,
@@ -48,7 +49,8 @@ def build_verdicts(
     if any(each.kind == "failed" for each in found):
         # Nothing is OK in a run that failed.
         found = [each for each in found if each.kind not in ("none", "compute_bound")]
-    return found
+    users = describe_cpu_users(report)
+    return [add_note(each, users) if each.kind == "lack_of_cpu" else each for each in found]
 
 
 def _build_all_verdicts(
