@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.accuracy_simulated import FIRST_FAULTY, KINDS, Job
 from benchmarks.measure import Table
+from tests.support.simulations import slow_ranks
 from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
@@ -66,7 +67,7 @@ def main() -> int:
                 faults = [parse_fault(one) for one in text.split(" ") if one]
                 run = Job(asked.ranks, asked.deviation).simulation(seed, faults)
                 episodes = found(run, device).episodes
-                right = [each for each in episodes if each.rank in run.slow_ranks(each.named_step)]
+                right = [each for each in episodes if each.rank in slow_ranks(run, each.named_step)]
                 named += bool(right)
                 wrong += len(right) < len(episodes)
                 delays += (

@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks import other_judges
 from benchmarks.measure import Table
+from tests.support.simulations import slow_ranks
 from torchlens_perf.simulate.faults import ConstantFault, parse_fault
 from torchlens_perf.simulate.simulation import (
     BLOCK,
@@ -350,7 +351,7 @@ def kinds(options: argparse.Namespace) -> int:
             )
             findings = judged(run, FIRST_FAULTY + 256)
             right = [
-                each for each in findings.episodes if each.rank in run.slow_ranks(each.named_step)
+                each for each in findings.episodes if each.rank in slow_ranks(run, each.named_step)
             ]
             named += bool(right)
             wrong += len(right) < len(findings.episodes)

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.support.cpu_budget import CpuBudget
 from tests.support.strict import find_failed_sidecars
 from tests.support.warm_python import WHOLE_END
+from torchlens_perf import watching
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.watching import running_watch
 
 pytest_plugins = [
     "tests.support.device.fixtures",
@@ -118,7 +118,7 @@ def _no_error_of_ours(
     uses_folder = "tmp_path" in request.fixturenames
     folder = request.getfixturevalue("tmp_path") if uses_folder else None
     yield
-    left = running_watch()
+    left = watching._running
     if left is not None:
         left.stop()
     assert left is None

@@ -22,11 +22,11 @@ import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
 from tests.view.test_terminal import SHORT_LINES_OK
+from torchlens_perf import watching
 from torchlens_perf.hooks.collectives.hook import is_tapped_by_another_tool
 from torchlens_perf.recorder import rank_metadata
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.watching import running_watch
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -142,7 +142,7 @@ def test_entering_a_watch_again_raises(tmp_path: Path) -> None:
     watch = perf.watch(dir=str(tmp_path), sidecar=False, report="off")
     with watch, pytest.raises(perf.ConfigError, match="entered once"), watch:
         pass
-    assert running_watch() is None
+    assert watching._running is None
 
 
 def test_exception_in_the_body_passes_through_a_watch(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_exception_in_the_body_passes_through_a_watch(tmp_path: Path) -> None:
         interrupted()
 
     assert caught.value is raised
-    assert running_watch() is None
+    assert watching._running is None
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
@@ -203,7 +203,7 @@ def test_forked_child_records_nothing_into_the_parents_ring(tmp_path: Path) -> N
             train(model, optimizer, 50)
             with perf.section("child"):
                 pass
-            os._exit(0 if running_watch() is None else 1)
+            os._exit(0 if watching._running is None else 1)
         assert os.waitpid(child, 0)[1] == 0
         train(model, optimizer, 4)
     by_hand = run([sys.executable, "-m", "torchlens_perf", "sidecar", str(watch.run_dir)], tmp_path)
@@ -224,7 +224,7 @@ def test_watch_in_a_forked_child_records_collectives(tmp_path: Path) -> None:
     before = vars(Work)["wait"], is_tapped_by_another_tool("c10d::allreduce_")
     told = tmp_path / "told"
     with recorded(tmp_path / "parent", config=perf.Config(_faulthandler=True)) as parent:
-        session = running_watch()._session
+        session = watching._running._session
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
@@ -318,7 +318,7 @@ def test_failing_hook_is_disabled_and_training_continues(
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
-        running_watch()._session.step_callbacks.add("broken", lambda: 1 / 0)
+        watching._running._session.step_callbacks.add("broken", lambda: 1 / 0)
         train(model, optimizer, 30)
     lines = [record.getMessage() for record in caplog.records]
     swallowed.by_place.clear()
@@ -342,7 +342,7 @@ def test_outer_watch_finds_the_model_despite_a_nested_watch(tmp_path: Path) -> N
         perf.watch(optimizer=optimizer),
     ):
         train(model, optimizer, 2)
-        assert running_watch()._loop._roots
+        assert watching._running._loop._roots
 
 
 @pytest.mark.parametrize("way", ["recording", "inside another", "off"])

@@ -11,8 +11,9 @@ import pytest
 import torchlens_perf as perf
 from tests.support.processes import report, run_warm, runs
 from tests.test_watch import make_model, train
+from torchlens_perf import watching
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.watching import _warn_not_started, running_watch
+from torchlens_perf.watching import _warn_not_started
 
 QUIET = {"sidecar": False, "report": "off"}
 
@@ -37,12 +38,12 @@ def test_start_and_stop_work_like_the_context_manager(tmp_path: Path) -> None:
     watch = perf.watch(model, optimizer, dir=tmp_path, **QUIET)
     watch.stop()
     assert watch.start() is watch
-    assert running_watch() is watch
+    assert watching._running is watch
     train(model, optimizer, 5)
     watch.stop()
     watch.stop()
 
-    assert running_watch() is None
+    assert watching._running is None
     assert watch.run_dir is not None
     with pytest.raises(ConfigError, match="a watch is entered once"):
         watch.start()
@@ -79,7 +80,7 @@ def test_each_call_of_a_decorated_function_is_a_run(tmp_path: Path) -> None:
     @perf.watch(model, optimizer, dir=tmp_path, **QUIET)
     def fit(steps: int, *, fails: bool = False) -> str:
         """Its own text."""
-        watch = running_watch()
+        watch = watching._running
         assert watch is not None
         train(model, optimizer, steps)
         seen.append((watch.run_dir, watch._session.recorder.step))
@@ -87,11 +88,11 @@ def test_each_call_of_a_decorated_function_is_a_run(tmp_path: Path) -> None:
             raise KeyError("mine")
         return "fitted"
 
-    assert (fit(3), fit(4), running_watch()) == ("fitted", "fitted", None)
+    assert (fit(3), fit(4), watching._running) == ("fitted", "fitted", None)
     assert (fit.__name__, fit.__doc__) == ("fit", "Its own text.")
     with pytest.raises(KeyError, match="mine"):
         fit(2, fails=True)
-    assert running_watch() is None
+    assert watching._running is None
     assert len({folder for folder, _ in seen}) == 3
     assert [step for _, step in seen] == [3, 4, 2]
 
@@ -99,12 +100,12 @@ def test_each_call_of_a_decorated_function_is_a_run(tmp_path: Path) -> None:
 def test_decorated_function_inside_a_watch_joins_it(tmp_path: Path) -> None:
     @perf.watch(dir=tmp_path, **QUIET)
     def fit() -> Path | None:
-        inner = running_watch()
+        inner = watching._running
         return None if inner is None else inner.run_dir
 
     with perf.watch(dir=tmp_path, **QUIET) as outer:
         assert fit() == outer.run_dir
-        assert running_watch() is outer
+        assert watching._running is outer
 
 
 def test_step_before_the_start_is_reported_once(

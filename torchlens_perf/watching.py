@@ -605,11 +605,6 @@ class Watch(LiveResultMethods):
             _running = None
 
 
-def running_watch() -> Watch | None:
-    """Return the watch that is recording in this process, or None."""
-    return _running
-
-
 def _remove_ring(run: RunDirectory, ring: RingFile) -> None:
     ring.release()
     run.remove_ring(ring.path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.collectives import pending_operations
 from tests.support.gloo import run_ranks
 from tests.support.recording import Recording, recorded, records_of
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
@@ -152,4 +153,4 @@ def test_every_operation_of_real_ranks_is_joined(join: CollectiveJoin) -> None:
             counts.late_records,
             counts.unmatched_records,
         ) == (0, 0, 0, 0)
-    assert join.count_pending_operations() == 0
+    assert pending_operations(join) == 0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 
 from tests.support.findings import PLACES, episode, findings, hang, shared
+from tests.support.in_memory import InMemoryExporter
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
@@ -30,7 +31,6 @@ from torchlens_perf.exporters import (
     NodeRole,
     semantics,
 )
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import build_node_resource, build_rank_resource
 from torchlens_perf.exporters.otlp_spans import (

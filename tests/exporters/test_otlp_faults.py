@@ -21,6 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from tests.support.endpoints import answering, dropping, grpc_answering, refusing, serving, silent
+from tests.support.in_memory import InMemoryExporter
 from tests.support.long import long, long_except
 from tests.support.otlp_receiver import Receiver
 from tests.support.processes import ROOT, slowdown
@@ -28,7 +29,6 @@ from tests.support.recorded_run import SCRIPTS, Sidecar, environment, spans_of, 
 from tests.support.warm_python import WarmPython
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import replay
 from torchlens_perf.verdicts import node_state

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.golden.golden_text import expected_text, golden_text
+from tests.support.in_memory import InMemoryExporter
 from tests.support.reports import checked
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.replay import replay

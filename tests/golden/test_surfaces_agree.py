@@ -22,6 +22,7 @@ from tests.golden.test_recorded_runs import replayed
 from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
 from tests.report.test_order import heads, shown_in_order
 from tests.results.test_logged_verdicts import Board
+from tests.support.in_memory import InMemoryExporter
 from tests.support.long import long
 from tests.support.reports import checked
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
@@ -30,7 +31,6 @@ from torchlens_perf.diagnosis.goodput import CLASSES
 from torchlens_perf.diagnosis.lost_time import SLOW_RANK as SLOW_CLASS
 from torchlens_perf.diagnosis.lost_time import join_classes
 from torchlens_perf.exporters import otlp_environment, semantics
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.page.contents import PageContents

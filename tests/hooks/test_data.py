@@ -15,8 +15,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchlens_perf as perf
 from tests.support.recording import EVERYTHING, recorded
+from torchlens_perf import watching
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.watching import running_watch
 
 BATCHES, WORKERS = "data", "data workers start"
 
@@ -127,7 +127,7 @@ class Busy(Dataset):
         inner = DataLoader(TensorDataset(torch.randn(2, 4)))
         for _ in inner:
             pass
-        return torch.tensor(index), os.getpid(), running_watch() is None
+        return torch.tensor(index), os.getpid(), watching._running is None
 
 
 def test_forked_dataloader_workers_record_nothing(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def test_each_nvtx_range_ends_even_if_its_code_raises(library: Path, tmp_path: P
 def test_no_nvtx_call_is_made_if_no_profiler_is_attached(tmp_path: Path) -> None:
     program = (
         "import torchlens_perf as perf\n"
-        "from torchlens_perf.watching import running_watch\n"
+        "from torchlens_perf import watching\n"
         f"with perf.watch(dir={str(tmp_path)!r}, sidecar=False, report='off'):\n"
-        "    session = running_watch()._session\n"
+        "    session = watching._running._session\n"
         "    print('nvtx' in session.step_callbacks._each_step.values())\n"
     )
     done = run_warm([sys.executable, "-c", program], tmp_path)

@@ -198,7 +198,7 @@ def test_command_line_option_overrides_the_environment_variable(tmp_path: Path) 
 INSTRUMENT_IN_CODE = """
 import os, sys, torch
 from torchlens_perf.instrumentation.instrumentor import TorchlensPerfInstrumentor
-from torchlens_perf.watching import running_watch
+from torchlens_perf import watching
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def step():
@@ -210,16 +210,16 @@ instrumentor.instrument()
 instrumentor.instrument()
 for _ in range(6):
     step()
-assert running_watch() is not None
+assert watching._running is not None
 instrumentor.uninstrument()
-assert running_watch() is None and "TORCHLENS_PERF" not in os.environ
+assert watching._running is None and "TORCHLENS_PERF" not in os.environ
 for _ in range(3):
     step()
-assert running_watch() is None
+assert watching._running is None
 instrumentor.instrument()
 instrumentor.uninstrument()  # before anything trained
 step()
-assert running_watch() is None
+assert watching._running is None
 """
 
 

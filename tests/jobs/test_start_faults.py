@@ -32,11 +32,11 @@ from tests.support.leftovers import (
 from tests.support.long import long_except
 from tests.support.process_state import changed_since, state
 from tests.support.processes import wait_for_sidecar
+from torchlens_perf import watching
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.run import dead_runs, directory
 from torchlens_perf.run.directory import RunDirectory, find_local_run_folders
 from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.watching import running_watch
 
 PACKAGE = str(Path(perf.__file__).parent)
 
@@ -182,7 +182,7 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
                     watch = begin()
             except KeyboardInterrupt:
                 interrupted = True
-            said, recording = lines(), running_watch() is not None
+            said, recording = lines(), watching._running is not None
             off += not recording
             # The traceback's frames refer to half-built objects.
             error.__traceback__ = None
@@ -344,7 +344,7 @@ def test_refused_resource_disables_recording_with_one_line(
         settings |= change(tmp_path, changes)
         try:
             with perf.watch(model, **settings) as watch:
-                recording = running_watch()
+                recording = watching._running
                 parameters = trained(model)
         finally:
             while LIMITS:

@@ -38,9 +38,9 @@ from tests.support.interruptions import (
 from tests.support.leftovers import end_sidecars, remove
 from tests.support.long import long
 from tests.support.process_state import state
+from torchlens_perf import watching
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
-from torchlens_perf.watching import running_watch
 
 PACKAGE = str(Path(perf.__file__).parent)
 SIGNAL = signal.SIGUSR1
@@ -139,7 +139,7 @@ def find_problems(job: Job, lines: list[Line], senders: Senders, ways: list[Any]
                 job.run()
         except BaseException as error:
             caught = type(error)
-        left = running_watch()
+        left = watching._running
         if sent and caught is not way[0] and not is_report_skipped(line, way[0]):
             problems.append(f"{name}: lost, {caught}")
         if left is not None:
@@ -226,7 +226,7 @@ def test_handlers_of_every_form_end_the_loop(form: str, tmp_path: Path, senders:
     lines = (each for each in lines_run(Job(tmp_path / "runs").run, PACKAGE) if each[0] is code)
     with pytest.raises(TimeoutError), sent_at(next(lines), signal_sender(SIGNAL)):
         Job(tmp_path / "runs").run()
-    assert running_watch() is None
+    assert watching._running is None
 
 
 def test_errors_of_the_package_still_do_not_end_the_loop(
@@ -280,7 +280,7 @@ def count_lost(signals: int, runs: Path) -> int:
                 caught += 1
                 # An exception at the end of torch.no_grad() leaves gradients off, in any program.
                 torch.set_grad_enabled(True)
-            assert running_watch() is None
+            assert watching._running is None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

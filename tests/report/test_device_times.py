@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.support.in_memory import InMemoryExporter
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.ranks import Rank, identity_of, make_run
 from tests.support.recording import encode_window
@@ -22,7 +23,6 @@ from torchlens_perf.analysis.statistics.device import (
     phase_durations_ns,
 )
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_spans import find_parents
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import HostClock

@@ -11,9 +11,9 @@ import pytest
 
 from tests.report.test_report import WORK, report_on
 from tests.support.device.fake_allocator import GB
+from tests.support.in_memory import InMemoryExporter
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis.statistics.memory import MemoryReading
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.oom_table import LiveMemoryRow, LiveMemoryTable, OutOfMemory
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def table(**changed: Any) -> LiveMemoryTable:
     values: dict[str, Any] = {
         "rows": [ROW, live_row("", [], 10 * GB, 5, 2 * GB, 0)], "other_bytes": 0, "other_blocks": 0,
-        "without_stack_bytes": 10 * GB, "allocated_bytes": 70 * GB, "pending_bytes": 0, "reserved_bytes": 75 * GB,
+        "allocated_bytes": 70 * GB, "reserved_bytes": 75 * GB,
         "inactive_bytes": 5 * GB, "largest_inactive_bytes": GB, "segments": 20, "expandable": False,
         "history_events": 500, "history_s": 1.5,
     }  # fmt: skip

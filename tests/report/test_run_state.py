@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.in_memory import InMemoryExporter
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.hooks.failure import describe_failure
 from torchlens_perf.page import notebook
 from torchlens_perf.page.document.html import build_document

@@ -15,13 +15,13 @@ import pytest
 import torchlens_perf as perf
 from tests.results.test_results import Loop, training
 from tests.support.ranks import Rank
+from torchlens_perf import watching
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.recorder.session import Session
 from torchlens_perf.results.alerts import AlertCallbacks
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import ALERTS, deliver_text
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.watching import running_watch
 
 STARTED = Alert(
     "1" * 32, "a" * 32, "straggler", "started", "Rank 1 is slow.", "look at its host.", 1_500_000_000, 0,
@@ -88,7 +88,7 @@ def test_each_callback_receives_each_alert_once_and_in_order(session: Session) -
         look(session)
 
     assert first.alerts == second.alerts == [STARTED, ENDED]
-    assert first.alerts[0].found_unix_s == 1.5
+    assert first.alerts[0].unix_ns == 1_500_000_000
 
 
 def test_exception_of_a_callback_does_not_end_the_job(
@@ -173,7 +173,7 @@ def test_forked_child_receives_no_alerts_and_removes_no_file(loop: Loop) -> None
     child = os.fork()
     if child == 0:
         with training(loop.watch.run_dir.parent):
-            ours = not heard.alerts and running_watch()._live_views is None
+            ours = not heard.alerts and watching._running._live_views is None
         os._exit(0 if ours else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     named(loop.watch._session, STARTED)

@@ -30,7 +30,7 @@ import torchlens_perf as perf
 from tests.support.failing_calls import FailingCalls
 from tests.support.leftovers import end_sidecars, remaining_folders, remove
 from tests.support.process_state import state
-from torchlens_perf.watching import running_watch
+from torchlens_perf import watching
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]
 lines: list[str] = []
@@ -111,9 +111,9 @@ def case(
         recording = False
     end_sidecars()
     found |= {"call": failed, "count": counted, "recording": recording, "lines": list(lines)}
-    if running_watch() is not None:
+    if watching._running is not None:
         found["running"] = True
-        running_watch().close()
+        watching._running.close()
     watch = None
     gc.collect()
     after = state()

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import torchlens_perf as perf
-from torchlens_perf.watching import running_watch
+from torchlens_perf import watching
 
 # A child that waits for a lost lock never ends.
 ENDS_WITHIN_S = 60
@@ -53,7 +53,7 @@ def threads() -> int:
 
 def in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Do the work of a forked child: count threads, and train one step. Return the exit code."""
-    if running_watch() is not None:
+    if watching._running is not None:
         return 1
     if threads() != 1:
         return 2

@@ -41,7 +41,7 @@ watch, heard, began_s = perf.watch(model, optimizer), [], time.monotonic()
 @watch.on_verdict
 def hear(alert) -> None:
     heard.append(
-        (alert.change, alert.kind, alert.rank, alert.next, time.time() - alert.found_unix_s)
+        (alert.change, alert.kind, alert.rank, alert.next, time.time() - alert.unix_ns / 1e9)
     )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.sidecar.nodes.conftest import FAST
+from tests.support.in_memory import InMemoryExporter
 from tests.support.ranks import HOST, Rank, run_without_traces
 from tests.support.servers import free_port
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar.cluster import ClusterLink

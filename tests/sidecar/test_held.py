@@ -11,12 +11,12 @@ import pytest
 from msgspec import structs
 
 from tests.support.findings import hang
+from tests.support.in_memory import InMemoryExporter
 from tests.support.long import long_except
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from tests.support.simulations import simulation
 from tests.support.tables import MS
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory

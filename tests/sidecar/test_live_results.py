@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from tests.sidecar.test_node import WORK, dead_process, finish, run_round, sidecar, two_ranks
+from tests.support.in_memory import InMemoryExporter
 from tests.support.ranks import Rank
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.page.notebook import results_from_run
 from torchlens_perf.run.directory import RunDirectory, create_local_folders
 from torchlens_perf.run.mailbox import ALERTS, ANSWER, RESULTS, STEPS, VIEW, Mailbox

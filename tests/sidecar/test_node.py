@@ -17,10 +17,10 @@ import pandas as pd
 import pytest
 
 from tests.support.findings import hang
+from tests.support.in_memory import InMemoryExporter
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, steps_traced_by_number
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory, create_local_folders, sidecar_lock_path
 from torchlens_perf.run.rank_facts import RankFacts

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.in_memory import InMemoryExporter
 from tests.support.ranks import Rank, make_run
 from tests.support.simulations import judge_run, simulation, table_of
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.commands.cli import _build_parser
 from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.clock import Anchor

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.simulations import simulation, table_of, wait_ns
+from tests.support.simulations import simulation, slow_ranks, table_of, wait_ns
 from torchlens_perf.analysis.statistics.step_bins import StepBinner
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
@@ -33,6 +33,13 @@ NO_RANK_AT_FAULT = [
     "pauses:share=0.3,every=10",
     "variable_length:spread=0.2",
 ]
+
+
+def recorded_deviation() -> tuple[float, float]:
+    """Return the standard deviation of a rank's work over its steps, as recorded, and 1.48 times
+    the median absolute deviation."""
+    total = load_recorded_noise().individual.sum(axis=2, dtype=np.float64)
+    return float(total.std()), 1.4826 * float(np.median(np.abs(total - np.median(total))))
 
 
 def parts(run: Simulation, blocks: int = 3) -> np.ndarray:
@@ -128,7 +135,7 @@ def test_deviation_is_proportional_to_the_noise_setting() -> None:
     # Without noise, all ranks have the same work.
     assert deviations[0] < 1e-6
     assert deviations[2] == pytest.approx(2 * deviations[1], rel=0.05)
-    assert deviations[2] == pytest.approx(0.1 * load_recorded_noise().deviation[0], rel=0.4)
+    assert deviations[2] == pytest.approx(0.1 * recorded_deviation()[0], rel=0.4)
 
 
 @pytest.mark.parametrize("text", RANKS_AT_FAULT)
@@ -140,10 +147,10 @@ def test_fault_slows_only_its_ranks_and_steps(text: str) -> None:
     faulty, clean = simulation(text), simulation()
     extra = (parts(faulty).astype(float) - parts(clean)).sum(axis=2) / WORK_NS
     for step in range(extra.shape[1]):
-        others = sorted(set(range(8)) - faulty.slow_ranks(step))
+        others = sorted(set(range(8)) - slow_ranks(faulty, step))
         assert np.abs(extra[others, step]).max(initial=0) < 1e-6, step
     at_fault = [
-        extra[rank, step] for step in range(extra.shape[1]) for rank in faulty.slow_ranks(step)
+        extra[rank, step] for step in range(extra.shape[1]) for rank in slow_ranks(faulty, step)
     ]
 
     assert max(at_fault) > 0.15
@@ -156,7 +163,7 @@ def test_fault_without_a_slow_rank_changes_step_times(text: str) -> None:
     """Examples are slow links, pauses of all ranks and variable sequence lengths."""
     changed, clean = simulation(text), simulation()
 
-    assert changed.slow_ranks(20) == frozenset()
+    assert slow_ranks(changed, 20) == frozenset()
     assert np.abs(changed.block(0).duration_ns - clean.block(0).duration_ns).max() > 0.05 * WORK_NS
 
 
@@ -248,4 +255,5 @@ def test_recorded_noise_in_the_package_is_complete_and_centred() -> None:
     assert float(noise.profile.sum()) == pytest.approx(1, abs=1e-3)
     assert np.abs(noise.individual.mean(axis=1)).max() < 0.05
     assert noise.individual.shape[1] >= 4 * BLOCK
-    assert 0.1 < noise.deviation[1] < noise.deviation[0] < 0.3
+    deviation, robust = recorded_deviation()
+    assert 0.1 < robust < deviation < 0.3

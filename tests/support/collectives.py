@@ -50,6 +50,11 @@ def records(
     return made, names
 
 
+def pending_operations(join: CollectiveJoin) -> int:
+    """Return the number of operations that still lack the record of a rank."""
+    return sum(channel.pending_operations for channel in join._channels)
+
+
 def joined(
     by_rank: Mapping[int, Sequence[Issued]],
     groups: Mapping[str, Mapping[str, str]] | None = None,

@@ -24,6 +24,12 @@ def simulation(*faults: str, topology: Topology | None = None, **settings: Any) 
     )
 
 
+def slow_ranks(run: Simulation, step: int) -> frozenset[int]:
+    """Return the ranks at fault in a step."""
+    masks = [fault.at_fault(np.array([step]), run.topology) for fault in run.faults]
+    return frozenset(rank for mask in masks for rank in np.flatnonzero(mask).tolist())
+
+
 def judge_run(run: Simulation, steps: int) -> Findings:
     """Return the judge's findings on the run's rows."""
     judge = StragglerDetector()

@@ -68,7 +68,6 @@ class _RankWork(NamedTuple):
     hardware: Counter[str]
     attention: float
     causal: float
-    recomputed: float
     step_s: float
     peak: _Peak | None
 
@@ -107,8 +106,6 @@ def build_utilization(nodes: list[NodeState], modules: list[Module]) -> Utilizat
     step_s = max((_step_s(each) or 0.0 for each in processes.values()), default=0.0) or None
     complete = len(work) == len(processes) and bool(work)
     whole = _merge(work.values(), step_s or 0.0) if complete else None
-    busy_ns = sum(each.duration_ns for each in counted)
-    step_ns = sum(each.step_ns for each in counted)
     mfu = whole and _utilization(work, whole.step_s, lambda each: each.model)
     sources = sorted({peak.source for peak in peaks.values() if peak is not None})
     return Utilization(
@@ -120,7 +117,6 @@ def build_utilization(nodes: list[NodeState], modules: list[Module]) -> Utilizat
         samples_per_s=_samples_per_s(processes, step_s),
         model_flops=whole and whole.model.total(),
         hardware_flops=whole and whole.hardware.total(),
-        recomputed_flops=whole and whole.recomputed,
         attention_flops=whole and whole.attention,
         causal_attention_flops=whole and whole.causal,
         precisions=_shares(whole.hardware) if whole else {},
@@ -129,7 +125,6 @@ def build_utilization(nodes: list[NodeState], modules: list[Module]) -> Utilizat
         mfu_causal_half=mfu * (1 - 0.5 * whole.causal / whole.model.total()) if whole and mfu else None,
         peak_flops_per_s=_peak_rate(work, whole) if whole and mfu else None,
         peak_source="; ".join(sources) or None,
-        operators_share=busy_ns / step_ns if step_ns else None,
         counted_share=_counted_share(counted),
         uncounted=_uncounted_operators(counted),
         ranks=[_rank_row(rank, processes[rank], work.get(rank)) for rank in sorted(processes)],
@@ -149,7 +144,7 @@ def _measure_work(process: ProcessState, peak: _Peak | None) -> _RankWork | None
         return None
     model: Counter[str] = Counter()
     hardware: Counter[str] = Counter()
-    attention = causal = recomputed = 0.0
+    attention = causal = 0.0
     for each in operators.iter_sums():
         flops = each.flops * operators.per_step
         hardware[each.key.precision] += flops  # type: ignore[assignment]
@@ -157,8 +152,7 @@ def _measure_work(process: ProcessState, peak: _Peak | None) -> _RankWork | None
             model[each.key.precision] += flops  # type: ignore[assignment]
             attention += flops * (each.key.work in _ATTENTION)
             causal += flops * (each.key.work == Work.CAUSAL_ATTENTION)
-        recomputed += flops * (each.key.in_pass == Pass.RECOMPUTE)
-    return _RankWork(model, hardware, attention, causal, recomputed, step_s, peak)
+    return _RankWork(model, hardware, attention, causal, step_s, peak)
 
 
 def _merge(work: Iterable[_RankWork], step_s: float) -> _RankWork:
@@ -168,7 +162,6 @@ def _merge(work: Iterable[_RankWork], step_s: float) -> _RankWork:
         sum((one.hardware for one in each), Counter()),
         sum(one.attention for one in each),
         sum(one.causal for one in each),
-        sum(one.recomputed for one in each),
         step_s,
         None,
     )

@@ -88,7 +88,7 @@ if TYPE_CHECKING:
         Trend,
     )
 
-SCHEMA = 3
+SCHEMA = 4
 EVIDENCE = [leaf for each in Evidence.__subclasses__() for leaf in each.__subclasses__() or [each]]
 """All types of evidence of verdicts, which the modules above define."""
 # Flags of steps of which ranks need not make equally many.

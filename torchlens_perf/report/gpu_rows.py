@@ -38,7 +38,6 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 "typical_busy": totals.typical_busy,
                 **{name: totals.most.get(name) for name in select_quantities(GPUS, "max")},
                 "temperature_max_c": totals.most.get("temperature_c"),
-                "power_max_w": totals.most.get("power_w"),
                 "throttled": totals.throttled_shares(),
                 **{name: totals.grown.get(name) for name in select_quantities(GPUS, "growth")},
                 **{name: totals.last.get(name) for name in select_quantities(GPUS, "newest")},

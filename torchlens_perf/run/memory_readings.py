@@ -15,8 +15,6 @@ _BYTES = {
 _COUNTS = {
     "alloc_retries": "num_alloc_retries",
     "ooms": "num_ooms",
-    "device_allocs": "num_device_alloc",
-    "device_frees": "num_device_free",
 }
 # Name of the record for the memory limit: the device's memory, or the configured fraction of it.
 LIMIT = "limit"

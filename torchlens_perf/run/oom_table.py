@@ -49,10 +49,7 @@ class LiveMemoryTable(TypedDict):
     other_bytes: int
     """Bytes of live blocks in no row: those of omitted rows, and blocks beyond MAX_BLOCKS."""
     other_blocks: int
-    without_stack_bytes: int
     allocated_bytes: int
-    pending_bytes: int
-    """Bytes of freed blocks that another stream may still use."""
     reserved_bytes: int
     inactive_bytes: int
     """Free bytes inside segments."""
@@ -130,11 +127,9 @@ def build_live_table(
         rows=shown,
         other_bytes=live_bytes - sum(row["bytes"] for row in shown),
         other_blocks=len(live) - sum(row["blocks"] for row in shown),
-        without_stack_bytes=sum(row["bytes"] for row in rows if not row["stack"]),
         allocated_bytes=sum(
             block["size"] for block in live if block["state"] == "active_allocated"
         ),
-        pending_bytes=sum(block["size"] for block in live if block["state"] != "active_allocated"),
         reserved_bytes=sum(segment["total_size"] for segment in segments),
         inactive_bytes=sum(inactive),
         largest_inactive_bytes=max(inactive, default=0),

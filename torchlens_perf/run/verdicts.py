@@ -87,11 +87,6 @@ class Alert(_TextWithAction):
     """Seconds without a step, for a hang; None for other kinds."""
 
     @property
-    def found_unix_s(self) -> float:
-        """Time of the finding in seconds since the Unix epoch."""
-        return self.unix_ns / 1e9
-
-    @property
     def urgent(self) -> bool:
         """True if the finding has started or changed, False if it has ended."""
         return self.change != ENDED

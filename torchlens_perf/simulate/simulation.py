@@ -322,11 +322,6 @@ class Simulation:
         for number in range(-(-count // BLOCK)):
             yield self.block(number).head(count - number * BLOCK)
 
-    def slow_ranks(self, step: int) -> frozenset[int]:
-        """Return the ranks at fault in a step."""
-        masks = [fault.at_fault(np.array([step]), self.topology) for fault in self.faults]
-        return frozenset(rank for mask in masks for rank in np.flatnonzero(mask).tolist())
-
     def _draw_noise(self, random: np.random.Generator) -> npt.NDArray[np.float32]:
         """Return noise [ranks, BLOCK, len(OWN_PARTS)]: a separate excerpt for each rank, plus an
         excerpt that is common to all ranks."""
@@ -397,13 +392,6 @@ class RecordedNoise:
     all runs, steps, parts]."""
     common: npt.NDArray[np.float32]
     """Deviations that all ranks of a run have in common. Shape [runs, steps, parts]."""
-
-    @property
-    def deviation(self) -> tuple[float, float]:
-        """Standard deviation of a rank's work over its steps, and a robust estimate of it: 1.48
-        times the median absolute deviation."""
-        total = self.individual.sum(axis=2, dtype=np.float64)
-        return float(total.std()), 1.4826 * float(np.median(np.abs(total - np.median(total))))
 
 
 @functools.cache

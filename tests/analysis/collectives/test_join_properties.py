@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.collectives import Issued, joined, records, world
+from tests.support.collectives import Issued, joined, pending_operations, records, world
 from torchlens_perf.analysis.collectives.channel import JoinCounts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.run.ring import Flag
@@ -82,7 +82,7 @@ def test_any_order_and_split_of_records_joins_the_same_operations(
         }
 
     assert facts(join) == facts(whole)
-    assert join.count_pending_operations() == whole.count_pending_operations()
+    assert pending_operations(join) == pending_operations(whole)
 
 
 @given(job=jobs())

@@ -27,7 +27,7 @@ NAMES = [
     "alloc_retries",
     "ooms",
     "limit",
-    "device_frees",
+    "unknown",
 ]
 LIMIT = 80 * GB
 
@@ -70,7 +70,7 @@ def test_memory_records_with_one_timestamp_are_merged_to_one_reading() -> None:
         ooms=1,
         limit=LIMIT,
     )
-    partial = records(32, reserved=(8 * GB, 9 * GB), device_frees=4)
+    partial = records(32, reserved=(8 * GB, 9 * GB), unknown=4)
     statistics = statistics_of([np.concatenate([whole, partial])])
 
     assert statistics.readings == [

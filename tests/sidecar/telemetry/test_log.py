@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.sidecar.telemetry.test_infiniband import port
+from tests.support.in_memory import InMemoryExporter
 from tests.support.ranks import HOST, Rank
 from tests.support.saved import save_and_load
 from tests.support.telemetry import read_samples
 from torchlens_perf.analysis.statistics.hardware import GpuProperties, HardwareTotals
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 # Largest number of incomplete operations that a channel keeps.
 MAX_PENDING = 4096
 NOT_ENDED = -1
-# A rank's record of an operation. `call_ns` is the duration of the issuing call. join.py explains
-# `signature` and `row`.
+# A rank's record of an operation. join.py explains `signature` and `row`.
 CALL = np.dtype(
     [
         ("sequence", np.int64), ("start_ns", np.int64), ("duration_ns", np.int64), ("bytes", np.int64),
-        ("call_ns", np.int64), ("rank", np.int32), ("signature", np.int32), ("row", np.int32),
+        ("rank", np.int32), ("signature", np.int32), ("row", np.int32),
         ("overlapped", np.bool_), ("by_device", np.bool_), ("held_up", np.bool_),
     ],
     align=True,

@@ -181,7 +181,6 @@ class CollectiveJoin:
         calls["signature"] = places[:, 1]
         calls["bytes"] = records["value0"]
         calls["overlapped"] = flags & (Flag.ASYNC | Flag.OTHER_THREAD) != 0
-        calls["call_ns"] = records["nested_ns"]
         calls["row"] = places[:, 2]
         calls["by_device"] = flags & Flag.DEVICE != 0
         calls["held_up"] = False if held_up is None else held_up[collective]
@@ -403,10 +402,6 @@ class CollectiveJoin:
             for channel in self._channels
             if channel.pair is None and not channel.ordered
         }
-
-    def count_pending_operations(self) -> int:
-        """Return the number of operations that still lack the record of a rank."""
-        return sum(channel.pending_operations for channel in self._channels)
 
     def to_state(self) -> JoinState:
         """Return the state that from_state() reads. Pending operations count as unjoined."""

@@ -129,8 +129,6 @@ class OperationStatistics:
     by_device: int = 0
     """Number of records with an end time that have kernel times from the device."""
     bytes: int = 0
-    issue: Sketch = dataclasses.field(default_factory=Sketch)
-    """Durations of the issuing calls."""
     duration: Sketch = dataclasses.field(default_factory=Sketch)
     """Durations of records with an end time, from the issue or the start of the kernel."""
     ranks: set[int] = dataclasses.field(default_factory=set)
@@ -147,7 +145,6 @@ class OperationStatistics:
         if not semantics_of(self.key.operation).blocks:
             self.asynchronous += int(calls["overlapped"].sum())
         self.bytes += int(calls["bytes"].sum())
-        self.issue.add(calls["call_ns"])
         self.duration.add(calls["duration_ns"][ended])
 
     @property
@@ -173,8 +170,8 @@ class OperationStatistics:
             for rank, row in zip(both.ranks, both.totals.tolist(), strict=True)
         }
 
-    def compute_bandwidths(self, size: SizeStatistics) -> tuple[float, float] | None:
-        """Return algorithm and bus bandwidth in bytes per second, from the median transfer time.
+    def compute_bus_bandwidth(self, size: SizeStatistics) -> float | None:
+        """Return the bus bandwidth in bytes per second, from the median transfer time.
 
         Return None if the operation moves no data or has no transfer time.
         """
@@ -182,8 +179,7 @@ class OperationStatistics:
         transfer_ns = size.transfer.quantile_ns(0.5)
         if factor is None or not size.bytes or not transfer_ns > 0:
             return None
-        algorithm = size.mean_bytes / transfer_ns * 1e9
-        return algorithm, algorithm * factor
+        return size.mean_bytes / transfer_ns * 1e9 * factor
 
     def merge(self, other: OperationStatistics) -> None:
         """Merge another node's statistics, which must be of other ranks."""
@@ -192,7 +188,6 @@ class OperationStatistics:
         self.asynchronous += other.asynchronous
         self.by_device += other.by_device
         self.bytes += other.bytes
-        self.issue.merge(other.issue)
         self.duration.merge(other.duration)
         self.ranks |= other.ranks
         for octave, size in other.sizes.items():

@@ -36,8 +36,6 @@ class OperatorStatistics:
     calls: int = 0
     duration_ns: int = 0
     """Host time of all operators, without those that other operators call."""
-    step_ns: int = 0
-    """Duration of the counted steps."""
     samples: int = 0
     steps_with_samples: int = 0
     has_tokens: bool = False
@@ -87,7 +85,6 @@ class OperatorStatistics:
         self.steps += 1
         self.calls += calls
         self.duration_ns += took_ns
-        self.step_ns += int(steps.duration_ns[row])
         self.counted_workload += max(0, int(steps.workload[row]))
         self.samples += max(0, samples - 1)
         self.steps_with_samples += samples > 0

@@ -103,7 +103,7 @@ def _build_row(
 ) -> Collective:
     """Return one row. whole: True if one node has all ranks of the operation."""
     key, size = statistics.key, statistics.octave_with_most_bytes()
-    bandwidth = None if size is None else statistics.compute_bandwidths(size)
+    bandwidth = None if size is None else statistics.compute_bus_bandwidth(size)
     by_rank = statistics.totals_by_rank()
     counted = counts.get((key.group, key.pair), JoinCounts())
     seen = sorted({*statistics.ranks, *by_rank})
@@ -131,14 +131,12 @@ def _build_row(
         "bytes": statistics.bytes,
         "joined": statistics.joined,
         "joined_whole": whole,
-        "issue_s": summarize_sketch(statistics.issue),
         "duration_s": summarize_sketch(statistics.duration),
         "wait_s": summarize_sketch(statistics.merge_size_sketches("wait")),
         "wait_upper_bound_s": summarize_sketch(statistics.merge_size_sketches("wait_upper_bound")),
         "transfer_s": summarize_sketch(statistics.merge_size_sketches("transfer")),
         "bandwidth_at_bytes": size.mean_bytes if bandwidth and size else None,
-        "algbw": bandwidth[0] if bandwidth else None,
-        "busbw": bandwidth[1] if bandwidth else None,
+        "busbw": bandwidth,
         "slowest_rank": slowest,
         "by_rank": {
             str(rank): {

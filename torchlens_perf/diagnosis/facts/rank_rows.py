@@ -13,7 +13,6 @@ from torchlens_perf.diagnosis.facts.step_classes import (
     build_typical_step,
     other_thread_times,
 )
-from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import ProcessState
@@ -24,7 +23,6 @@ def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None =
     """Return the row of a rank. last: how often it was last to arrive; None if not known."""
     statistics = process.statistics
     typical, device = build_typical_step(statistics), build_device_times(process)
-    clock = device if device is not None and process.judged_by == DEVICE else typical
     return {
         "rank": rank,
         "host": process.identity.host,
@@ -52,7 +50,6 @@ def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None =
         "out_of_memory": process.out_of_memory,
         "device": device,
         "arrived_last": last,
-        "wait_s_per_step": None if clock is None else clock["parts"].get("communication"),
         "cpu": _build_cpu_facts(process),
         "coverage": statistics.coverage,
         "lost": statistics.lost,

@@ -299,9 +299,6 @@ class Rank(TypedDict):
     device: DeviceTimes | None
     arrived_last: LastArrivals | None
     """None if the last rank is not known for any collective."""
-    wait_s_per_step: float | None
-    """Time for which a typical step is blocked in communication, by the clock by which the rank is
-    judged; None without communication, or if not measured."""
     cpu: CpuUse | None
     """None if not known."""
     coverage: float
@@ -422,13 +419,11 @@ class Collective(TypedDict):
     bytes: int
     joined: int
     joined_whole: bool
-    issue_s: Distribution
     duration_s: Distribution
     wait_s: Distribution
     wait_upper_bound_s: Distribution
     transfer_s: Distribution
     bandwidth_at_bytes: float | None
-    algbw: float | None
     busbw: float | None
     slowest_rank: int | None
     by_rank: dict[str, dict[str, float]]

@@ -24,7 +24,6 @@ else:
             # Share of the median second in which a kernel of any process was running.
             "typical_busy": float | None,
             "temperature_max_c": float | None,
-            "power_max_w": float | None,
             # Share of the time in which clocks were lowered, for each reason.
             "throttled": dict[str, float],
             "signals": dict[str, float],

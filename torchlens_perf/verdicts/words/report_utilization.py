@@ -67,7 +67,6 @@ class Utilization(Struct, frozen=True):
     """FLOPs of forward and backward pass, without recomputation."""
     hardware_flops: float | None
     """All counted FLOPs, with recomputation and the optimizer's."""
-    recomputed_flops: float | None
     attention_flops: float | None
     """Part of model_flops in fused attention operators."""
     causal_attention_flops: float | None
@@ -82,8 +81,6 @@ class Utilization(Struct, frozen=True):
     peak_flops_per_s: float | None
     """Dense peak of all ranks, in the precisions that ran."""
     peak_source: str | None
-    operators_share: float | None
-    """Share of the counted steps' time in operators that are visible."""
     counted_share: float | None
     """Share of the operators' host time in operators with a formula."""
     uncounted: list[UncountedOperator]

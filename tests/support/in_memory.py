@@ -1,4 +1,4 @@
-"""An exporter that keeps everything in memory, for tests and as an example."""
+"""An exporter that keeps everything in memory."""
 
 from __future__ import annotations
 
