@@ -63,7 +63,8 @@ JOBS = {
         ("lightning",), SLOW_DATA, micro_steps=2, modules=frozenset({"model.0"}), seen=("evaluation", "saving")
     ),
     "lightning_profiler": Job(
-        ("lightning",), ("data_bound", None, "data"), ranks=1, micro_steps=2, modules=frozenset({"model.0"}),
+        # The profiler does not see the LightningModule, so the model is what its step calls.
+        ("lightning",), ("data_bound", None, "data"), ranks=1, micro_steps=2, modules=frozenset({"0"}),
         sections=frozenset({"run_training_batch", "[Strategy]SingleDeviceStrategy.backward"}),
         seen=("evaluation", "saving"),
     ),
@@ -75,7 +76,7 @@ JOBS = {
     "in_backward_loop": Job(("torch",), ("data_bound", None, "data"), ranks=1),
     "ray_train": Job(("ray",), SLOW_DATA, ranks=2, itself=True),
     "torchtune_loop": Job(("torchtune", "torchao"), SLOW_DATA, micro_steps=2, modules=frozenset({"layers.0"})),
-    "vision_loop": Job(("torch",), SLOW_DATA, modules=frozenset({"1", "4"})),
+    "vision_loop": Job(("torch",), SLOW_DATA, modules=frozenset({"1", "4"}), seen=("evaluation",)),
     "titan_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"batch"})),
     "plain_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"get_batch"}), seen=("evaluation",)),
     "fsdp2_loop": Job(("torch",), SLOW_DATA),

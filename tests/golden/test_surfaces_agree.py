@@ -218,7 +218,9 @@ def parts_add_up(report: dict[str, Any]) -> None:
         whole_s = steps["alike"] * steps["alike_mean_s"] + sum(
             each["count"] * each["mean_s"] for each in others
         )
-        assert whole_s == pytest.approx(steps["total_s"], rel=0.02)
+        # By devices, the typical step leaves out more of what varies: their waits for hosts.
+        within = 0.03 if steps["by"] == "device" else 0.02
+        assert whole_s == pytest.approx(steps["total_s"], rel=within)
     for rank in report["ranks"]:
         typical = rank["typical"]
         assert sum(typical["parts"].values()) == pytest.approx(typical["s"], rel=1e-6)
@@ -294,7 +296,7 @@ def check_alerts_have_the_figures_of_the_rows(
         row = before[alert.rank, alert.since_step] if alert.change == ENDED else now.get(alert.rank)
         if row is None:
             # A later verdict on several ranks contains this rank.
-            assert any(alert.rank in each["evidence"].ranks for each in now.values()), alert
+            assert any(alert.rank in each.evidence.ranks for each in now.values()), alert
             continue
         assert (alert.phase, alert.since_step) == (row.phase, row.since_step), (alert, row)
         if alert.change == ENDED:

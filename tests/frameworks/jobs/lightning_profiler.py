@@ -49,4 +49,4 @@ with tempfile.TemporaryDirectory() as folder:
     trainer.fit(
         Classifier(), DataLoader(Examples(2000), batch_size=2), DataLoader(Examples(8, slow=False))
     )
-losses.print(steps=trainer.global_step, tagged={"evaluation": [20, 40], "saving": [25]})
+losses.print(steps=trainer.global_step, tagged={"evaluation": [0, 20, 40], "saving": [25]})
