@@ -429,8 +429,8 @@ def test_documented_commands_succeed_in_bash(
 ) -> None:
     """Each command runs as in the docs, except for few replaced words.
 
-    Jobs have 2 ranks. RUN_DIR is replaced by the recorded run, and names of modules by a pattern. Addresses of collectors are replaced
-    by an unused port.
+    Jobs have 2 ranks. RUN_DIR is replaced by the recorded run or, for commands about one of several
+    ranks, by a simulated run. Addresses of collectors are replaced by an unused port.
     """
     for begin, reason in NOT_EXECUTED.items():
         if shell(command).startswith(begin):
@@ -450,10 +450,12 @@ def test_documented_commands_succeed_in_bash(
         (shims / name).write_text(f"#!/bin/sh\nexec {text.format(python=sys.executable)}\n")
         (shims / name).chmod(0o755)
     line = str(command)
+    simulates = "slow-rank" in line or "@median" in line
+    shown = "slow-rank" if simulates else f"torchlens-perf/{run_id(folder)}"
     for old, new in (
         (r"--nproc-per-node \d", "--nproc-per-node 2"), (r"\bARGS\b", ""),
-        (r"\bRUN_DIR\b", f"torchlens-perf/{run_id(folder)}"), (r"http://collector:\d+", "http://127.0.0.1:9"),
-        (r"blocks\.\*\.mlp", "?"),
+        (r"\bRUN_DIR\b", shown), (r"http://collector:\d+", "http://127.0.0.1:9"),
+        (r"blocks\.\*\.mlp", "layers.*"),
     ):  # fmt: skip
         line = re.sub(old, new, line)
     if "opentelemetry-instrument" in line:
@@ -463,8 +465,8 @@ def test_documented_commands_succeed_in_bash(
     starts = ("train" in line or "serve_model" in line) and "TORCHLENS_PERF=0" not in line
     if starts:
         shutil.rmtree(folder / "torchlens-perf")
-    elif "report slow-rank" in line:
-        line = f"torchlens-perf simulate --ranks 2 --steps 60 --out slow-rank && {line}"
+    elif simulates and "simulate" not in line:
+        line = f"torchlens-perf simulate --ranks 4 --steps 60 --out slow-rank && {line}"
     environ = clean_environ({"PATH": f"{shims}:/usr/bin:/bin"})
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
