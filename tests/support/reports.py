@@ -7,6 +7,9 @@ import io
 import json
 from typing import Any
 
+import numpy as np
+from msgspec import Struct, structs
+
 from torchlens_perf.report import report_json
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -27,10 +30,26 @@ def as_json(report: Any) -> Any:
 
 
 def checked(report: Any) -> Any:
-    """Return the report after validating its JSON against the schema."""
-    found = problem(as_json(report))
+    """Return the report after validating its JSON against the schema, and the types of its values."""
+    found = problem(as_json(report)) or find_numpy(report)
     assert not found, found
     return report
+
+
+def find_numpy(value: Any, at: str = "report") -> str:
+    """Return the first place with a value of NumPy, or "". Readers of a report may print its repr."""
+    if isinstance(value, np.generic | np.ndarray):
+        return f"{at} is {value!r}"
+    if isinstance(value, Struct):
+        value = structs.asdict(value)
+    if isinstance(value, dict):
+        value = {f".{name}": each for name, each in value.items()}
+    elif isinstance(value, list | tuple | set | frozenset):
+        value = {f"[{index}]": each for index, each in enumerate(value)}
+    else:
+        return ""
+    found = (find_numpy(each, f"{at}{name}") for name, each in value.items())
+    return next(filter(None, found), "")
 
 
 def problem(value: Any) -> str:

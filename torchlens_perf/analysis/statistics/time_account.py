@@ -84,13 +84,15 @@ class TimeAccount:
         return cls(cells_ns, np.isfinite(lack_ns))
 
     def sum_ns(self, parts: Sequence[str] = (), states: Sequence[str] = ()) -> Any:
-        """Return the time in these parts and states; () stands for all."""
-        return self.cells_ns[..., find_cells(tuple(parts), tuple(states))].sum(axis=-1)
+        """Return the time in these parts and states; () stands for all. That of one step is a float,
+        as reports need it."""
+        found_ns = self.cells_ns[..., find_cells(tuple(parts), tuple(states))].sum(axis=-1)
+        return found_ns if self.is_measured.ndim else float(found_ns)
 
     @property
     def wall_ns(self) -> Any:
         """Wall time: the sum of all cells."""
-        return self.cells_ns.sum(axis=-1)
+        return self.sum_ns()
 
     @property
     def parts_ns(self) -> dict[str, Any]:
