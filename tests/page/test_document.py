@@ -20,6 +20,7 @@ from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.document.html import build_document, contents_as_json
 from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.page.sections.every import SECTIONS
+from torchlens_perf.page.sections.overview import _state_text
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Table
@@ -384,3 +385,33 @@ def test_further_verdicts_are_a_line_each_and_ended_ones_come_last(shown: PageCo
 
     assert first < second < page.index("Earlier in this run (1)") < third
     assert page.count("<article") == 1
+
+
+LAST, BEGAN = "2026-11-26T23:04:12+00:00", "2026-11-26T23:03:34+00:00"
+NO_RANKS: dict[str, Any] = {"live": False, "died": [], "failed": [], "ranks_seen": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "last", "words"),
+    [
+        ({}, LAST, "ended 23:04, ran 38.0 s"),
+        ({}, None, "ended"),
+        ({"died": [1]}, LAST, "ended 23:04, rank 1 died, ran 38.0 s"),
+        ({"died": [0, 1]}, LAST, "all ranks died, last step 23:04:12, ran 38.0 s"),
+        ({"failed": [1]}, LAST, "failed, last step 23:04:12, ran 38.0 s"),
+        ({"failed": [1]}, None, "failed"),
+        ({"live": True}, LAST, "running, last step 23:04:12"),
+        ({"live": True}, None, "running"),
+        ({"live": True, "failed": [1]}, LAST, "running, rank 1 failed, last step 23:04:12"),
+        ({"live": True, "as_of": BEGAN}, LAST, "silent for "),
+    ],
+)
+def test_header_has_the_state_and_says_of_what_its_time_is(
+    changed: dict[str, Any], last: str | None, words: str
+) -> None:
+    run: Any = {
+        **NO_RANKS, "as_of": None, "last_step_at": last, "started": BEGAN if last else None, **changed
+    }  # fmt: skip
+    found = _state_text(run)
+
+    assert found == words or (found.startswith(words) and "as_of" in changed)

@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_run_duration,
 )
 from torchlens_perf.page.sections.bars import draw_stacked_bar, draw_swatch
-from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
+from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.verdicts.words.startup import describe_startup
 from torchlens_perf.view.html import build_status_chip
 from torchlens_perf.view.markup import Element, tag
@@ -119,21 +119,18 @@ def _build_step_bar(bar: Bar, report: Report) -> Element:
 
 
 def _state_text(run: Run) -> str:
-    """Return the state and its time: "ended 23:04, ran 38 s", or "running, last step 12:01:03"."""
-    words = describe_run_state(run)
-    if run["live"]:
-        return (
-            f"{words}, last step {_parse_time(run['last_step_at']):%H:%M:%S}"
-            if run["last_step_at"]
-            else words
-        )
-    ended = run["ended"] or run["last_step_at"]
-    if ended is None:
-        return words
-    words = f"{words} {_parse_time(ended):%H:%M}"
-    if run["started"] is None:
-        return words
-    return f"{words}, ran {format_run_duration((_parse_time(ended) - _parse_time(run['started'])).total_seconds())}"
+    """Return the state with its time: "ended 23:04, rank 3 died, ran 38 s", or "failed, last step
+    23:04:12, ran 38 s". The end of a run is that of its last step."""
+    state, ranks = describe_state(run)
+    texts, last, began = [state, ranks], run["last_step_at"], run["started"]
+    if last is not None and state == "ended":
+        texts[0] += f" {_parse_time(last):%H:%M}"
+    elif last is not None:
+        texts.append(f"last step {_parse_time(last):%H:%M:%S}")
+    if last is not None and began is not None and not run["live"]:
+        ran_s = (_parse_time(last) - _parse_time(began)).total_seconds()
+        texts.append(f"ran {format_run_duration(ran_s)}")
+    return ", ".join(filter(None, texts))
 
 
 def format_minute(text: str) -> str:
