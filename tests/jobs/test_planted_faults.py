@@ -305,7 +305,7 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
         one.close()
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
-    run_sidecar(Sidecar(run, HOST, None, lambda *_: None), lock, None)
+    run_sidecar(Sidecar(run, HOST, None, lambda *_: None), lock)
     (run.path.parent / "truth.json").write_text(
         json.dumps({**truth.to_json(), "run": run.run_id, "others_share": 0.0})
     )

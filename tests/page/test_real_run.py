@@ -187,7 +187,7 @@ def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> N
     page.mkdir()
     reported: list[bool] = []
     sidecar = Sidecar(run, HOST, None, lambda run, asked: reported.append(page.is_dir()))
-    run_sidecar(sidecar, acquire_lock(run), None)
+    run_sidecar(sidecar, acquire_lock(run))
     (state,) = node_state.load_all(run)
 
     assert reported[-1]

@@ -159,7 +159,7 @@ def test_only_steps_sent_to_a_tracing_backend_are_exemplars(tmp_path: Path) -> N
     with ScrapedSimulation(tmp_path / "sent", 2) as simulation:
         tracing = Exporter()
         tracing.spans_sent = sent
-        simulation.port = MetricsPort(tracing)
+        simulation.simulation.sidecar.exporter = tracing
         # With another receiver, steps are exported before the port is open.
         simulation.simulation.sidecar.receivers.append(Receiver())
         simulation.add_blocks(2)
@@ -185,7 +185,7 @@ def test_port_stays_open_until_the_last_values_are_scraped(run: RunDirectory) ->
         rank.begin(Kind.FORWARD, "forward")
         rank.close()
     assert lock.acquire()
-    assert not run_sidecar(sidecar, lock, None, None, port)
+    assert not run_sidecar(sidecar, lock, None, port)
     ending = threading.Thread(target=port.close, kwargs={"lingers": True})
     ending.start()
     assert ending.is_alive()

@@ -44,7 +44,7 @@ def one(run_directory: RunDirectory) -> None:
     lock = SidecarLock(sidecar_lock_path(made.run.run_id))
     while not lock.acquire():
         time.sleep(0.001)
-    run_sidecar(made, lock, None)
+    run_sidecar(made, lock)
 
 
 def saved(run_directory: RunDirectory) -> int | None:

@@ -66,7 +66,7 @@ def finish(
     made, asked = sidecar(run, exporter, host)
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
-    assert not run_sidecar(made, lock, exporter)
+    assert not run_sidecar(made, lock)
     return asked
 
 
@@ -322,7 +322,7 @@ def test_ring_registered_during_the_release_of_the_lock_is_read(run: RunDirector
     made, _ = sidecar(run)
     lock = Interrupted(sidecar_lock_path(run.run_id))
     assert lock.acquire()
-    assert run_sidecar(made, lock, None)
+    assert run_sidecar(made, lock)
     SidecarLock.close(lock)
     finish(run)
     value = report(run)
@@ -592,7 +592,7 @@ def test_records_are_saved_although_judging_fails(
     monkeypatch.setattr(type(attrgetter(owner)(made.monitor)), name, fails)
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
-    assert not run_sidecar(made, lock, exporter)
+    assert not run_sidecar(made, lock)
     value = report(run)
 
     assert [rank["steps"] for rank in value["ranks"]] == [50, 50]

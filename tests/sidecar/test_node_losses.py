@@ -134,7 +134,7 @@ def test_sidecar_waits_half_a_minute_for_a_missing_rank_of_its_node(run: RunDire
     made, asked = sidecar(run, clock=simulated.read)
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
-    assert not run_sidecar(made, lock, None, wake=simulated)
+    assert not run_sidecar(made, lock, wake=simulated)
 
     assert 30.0 <= simulated.now_s - simulated.began_s < 40.0
     assert len(asked) == 2  # when rank 0 has ended, and at the end
@@ -234,7 +234,7 @@ def test_report_is_retried_if_another_nodes_state_is_unreadable(run: RunDirector
     made = Sidecar(run, HOST, None, build_report)
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
-    assert not run_sidecar(made, lock, None)
+    assert not run_sidecar(made, lock)
     run.node_state_path("node-b").unlink()
 
     assert len(tried) == 2

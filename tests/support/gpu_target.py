@@ -78,7 +78,7 @@ class GpuTarget:
         )
 
     def close(self) -> None:
-        self._exporter.shutdown(0)
+        self._exporter.close()
 
 
 def _one_step(step: int) -> StepTable:

@@ -219,7 +219,7 @@ def record_simulation(
             advanced(part.first_step + len(part), steps)
         for rank in ranks:
             rank.close()
-        run_sidecar(sidecar, lock, exporter)
+        run_sidecar(sidecar, lock)
 
 
 def _simulate_without_files(

@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import Exporter
 from torchlens_perf.exporters.redaction import add_redaction_to_log_handlers
 from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
-    from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
+    from torchlens_perf.exporters import Exporter
     from torchlens_perf.exporters.delivery.sender import Transport
     from torchlens_perf.exporters.otlp import OtlpExporter, SignalDelivery
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.run.hardware_samples import HardwareSamples
-    from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.undelivered import Undelivered
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -197,46 +193,3 @@ def _read_positive_integer(environ: Mapping[str, str], name: str, default: int) 
         return int(text)
     logger.warning("%s=%s is no positive whole number: %d is used", name, text, default)
     return default
-
-
-class DeferredExporter(Exporter):
-    """Creates an exporter when there is data to export, and forwards all calls to this exporter.
-
-    Importing the SDK may take longer than a short run. If `make` returns None, all data is dropped.
-    """
-
-    def __init__(self, make: Callable[[], Exporter | None]) -> None:
-        self._make: Callable[[], Exporter | None] | None = make
-        self._made = Exporter()
-        self._part: NodeRole | None = None
-
-    def export(self, batch: ExportBatch) -> None:
-        self._get_or_create_exporter().export(batch)
-        self.spans_sent = self._made.spans_sent
-
-    def on_assessment(self, assessment: Assessment) -> None:
-        self._get_or_create_exporter().on_assessment(assessment)
-
-    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
-        self._get_or_create_exporter().record_hardware(identity, hardware)
-
-    def update_role(self, part: NodeRole) -> bytes:
-        self._part = part
-        return self._made.update_role(part)
-
-    def wait_for_room(self, timeout_s: float) -> bool:
-        return self._made.wait_for_room(timeout_s)
-
-    def shutdown(self, timeout_s: float) -> list[str]:
-        return self._made.shutdown(timeout_s)
-
-    def find_undelivered(self) -> Undelivered | None:
-        return self._made.find_undelivered()
-
-    def _get_or_create_exporter(self) -> Exporter:
-        if self._make is not None:
-            make, self._make = self._make, None
-            self._made = make() or Exporter()
-            if self._part is not None:
-                self._made.update_role(self._part)
-        return self._made

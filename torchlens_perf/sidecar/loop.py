@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
-    from torchlens_perf.exporters import Exporter
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.sidecar.node import Sidecar
@@ -45,7 +44,6 @@ _RARE_POLL_INTERVAL_S = 0.5
 def run_sidecar(
     sidecar: Sidecar,
     lock: SidecarLock,
-    exporter: Exporter | None,
     results: Callable[[RunDirectory], str] | None = None,
     port: MetricsPort | None = None,
     background: Executor | None = None,
@@ -79,23 +77,22 @@ def run_sidecar(
     if rounds.replaced:
         sidecar.close()
         return False
-    run_in_background(lambda: _finish_run(sidecar, lock, exporter, rounds))
+    run_in_background(lambda: _finish_run(sidecar, lock, rounds))
     sidecar.close()
     return _release_lock(sidecar, lock)
 
 
-def _finish_run(
-    sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, rounds: _RoundRunner
-) -> None:
+def _finish_run(sidecar: Sidecar, lock: SidecarLock, rounds: _RoundRunner) -> None:
     """Export and save the remaining data, then write the report and the page."""
     contain_errors = sidecar.contain_errors
     with contain_errors("exchanging windows with other nodes"):
         sidecar.wait_for_last_exchange(rounds.wake.sleep)
-    if exporter is not None:
+    if sidecar.has_exporter:
         with contain_errors("exporting"):
             sidecar.export_results(final=True)
+    if sidecar.exporter is not None:
         with contain_errors("exporting"):
-            sidecar.set_delivery_notes(exporter.shutdown(_SHUTDOWN_TIMEOUT_S))
+            sidecar.set_delivery_notes(sidecar.exporter.shutdown(_SHUTDOWN_TIMEOUT_S))
     rounds.port.show_final_values(sidecar)
     with contain_errors("joining node 0's run"):
         sidecar.join_run_directories()

@@ -12,16 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import Exporter, Receiver
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
-    from torchlens_perf.exporters import Assessment, ExportBatch
     from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
     from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
-    from torchlens_perf.run.hardware_samples import HardwareSamples
-    from torchlens_perf.run.identity import Identity
     from torchlens_perf.sidecar.node import Sidecar
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -30,8 +26,8 @@ _RETRY_INTERVAL_S = 5.0
 _POLL_INTERVAL_S = 0.1
 
 
-class MetricsPort(Receiver):
-    """The HTTP port for /metrics of a sidecar, which receives what the sidecar exports.
+class MetricsPort:
+    """The HTTP port for /metrics of a sidecar.
 
     A scraper reads the port of each node, so the port always serves this node's own ranks. Not
     thread-safe.
@@ -39,17 +35,13 @@ class MetricsPort(Receiver):
 
     def __init__(
         self,
-        tracing: Exporter | None = None,
         clock: Callable[[], float] = time.monotonic,
         last_scrape_timeout_s: float = 70.0,
     ) -> None:
-        """tracing: the exporter that sends spans, to which the metrics link; None without one.
-
-        clock: a clock in seconds. last_scrape_timeout_s: longest time to wait for another scrape
+        """clock: a clock in seconds. last_scrape_timeout_s: longest time to wait for another scrape
         after the run's end. Few scrapers have an interval of more than a minute.
         """
         self._last_scrape_timeout_s = last_scrape_timeout_s
-        self._tracing = tracing or Exporter()
         self._clock = clock
         self._exporter: PrometheusExporter | None = None
         self._due_s = float("-inf")
@@ -80,19 +72,6 @@ class MetricsPort(Receiver):
             if wanted:
                 with guard("opening the port for /metrics"):
                     self._open_port(str(wanted), sidecar)
-
-    def export(self, batch: ExportBatch) -> None:
-        """Count steps, with links to the spans that a tracing backend has received."""
-        if self._exporter is not None:
-            self._exporter.export(batch, self._tracing.spans_sent)
-
-    def on_assessment(self, assessment: Assessment) -> None:
-        if self._exporter is not None:
-            self._exporter.on_assessment(assessment)
-
-    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
-        if self._exporter is not None:
-            self._exporter.record_hardware(identity, hardware)
 
     def show_final_values(self, sidecar: Sidecar) -> None:
         """Update the values for the last time. Called when the run has ended."""
@@ -128,7 +107,10 @@ class MetricsPort(Receiver):
         try:
             from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 
-            self._exporter = PrometheusExporter(ListenAddress.parse(wanted))
+            self._exporter = PrometheusExporter(
+                ListenAddress.parse(wanted),
+                lambda: {} if sidecar.exporter is None else sidecar.exporter.spans_sent,
+            )
         except ImportError:
             self._given_up = True
             self._note_error(
@@ -146,7 +128,7 @@ class MetricsPort(Receiver):
             logger.info("/metrics at http://%s/metrics", self._exporter.address)
             if self._note:
                 sidecar.state.notes = [each for each in sidecar.state.notes if each != self._note]
-            sidecar.receivers.append(self)
+            sidecar.receivers.append(self._exporter)
 
     def _note_error(self, sidecar: Sidecar, note: str) -> None:
         if note != self._note:

@@ -34,7 +34,7 @@ from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
-    from torchlens_perf.exporters import ExportBatch
+    from torchlens_perf.exporters import ExportBatch, NodeRole
     from torchlens_perf.run.rank_facts import RankFacts
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
@@ -57,6 +57,7 @@ class Sidecar:
         report: Callable[[RunDirectory, RankFacts], None],
         waiting: Mapping[str, WaitingRing] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        open_exporter: Callable[[], Exporter | None] | None = None,
     ) -> None:
         """report: writes the run's report.txt.
 
@@ -65,6 +66,9 @@ class Sidecar:
         waiting: rings that were watched before this sidecar began to read, by path.
 
         clock: CLOCK_MONOTONIC in seconds, by which the sidecar waits and measures its work.
+
+        open_exporter: opens the exporter, instead of `exporter`, when there is data to send.
+        Importing an SDK may take longer than a short run.
         """
         self.run = run
         self.clock = clock
@@ -80,12 +84,14 @@ class Sidecar:
             run, host, state, generations, self.monitor.begin_generation, waiting or {}, clock
         )
         self.records = RecordProcessor(
-            run, state, self.sources, self.monitor, self._errors, lambda: bool(self.receivers)
+            run, state, self.sources, self.monitor, self._errors, self._has_receivers
         )
         self._captures = CaptureRelay(run)
-        self._exporter = exporter
+        self.exporter, self._open_exporter = exporter, open_exporter
+        self._part: NodeRole | None = None
         self.receivers: list[Receiver] = [exporter] if exporter is not None else []
-        """The exporter and the port for /metrics, if there are any."""
+        """The exporter and /metrics, if there are any. The exporter is first, because /metrics links
+        to the spans that it sends."""
         self._write_report = report
         self._commit: CommitReader | None = None
         self._encoded = node_state.EncodedStatistics()
@@ -141,7 +147,7 @@ class Sidecar:
             }
             found = self.telemetry.sample_due_sources(uuids, pids)
             if found is not None:
-                for each in self.receivers:
+                for each in self._open_receivers():
                     each.record_hardware(live[0].identity, found)
         self._add_notes(self.telemetry.notes)
 
@@ -188,15 +194,16 @@ class Sidecar:
         monitor, live = self.monitor, bool(self.sources.unfinished_rings())
         if monitor.cluster.awaits_node_0(monitor.job) and live:
             return  # Trace ids depend on the attempt, which node 0 has not reported yet.
-        if not self.receivers:
+        if not self._has_receivers():
             monitor.alerts.take_assessment()
             return
         now_s = self.clock()
         part = monitor.update_export_part(self.sources, now_s)
         if part is None:
             return  # The metrics to send depend on `part`.
-        if self._exporter is not None:
-            monitor.cluster.send_tally(self._exporter.update_role(part), monitor.job)
+        self._part = part
+        if self.exporter is not None:
+            monitor.cluster.send_tally(self.exporter.update_role(part), monitor.job)
         while self.records.unexported:
             batch = self.records.unexported.pop(0)
             identity = self.state.processes[batch.identity.key].identity
@@ -215,12 +222,31 @@ class Sidecar:
                 critical_path_s=self._job.critical_path_s,
                 crash=None if live else self._job.crash,
             )
-            for each in self.receivers:
+            for each in self._open_receivers():
                 each.on_assessment(complete)
 
     def _export(self, batch: ExportBatch) -> None:
-        for each in self.receivers:
+        for each in self._open_receivers():
             each.export(batch)
+
+    @property
+    def has_exporter(self) -> bool:
+        """True if there is an exporter, or if one will be opened for the first data."""
+        return self.exporter is not None or self._open_exporter is not None
+
+    def _has_receivers(self) -> bool:
+        return self.has_exporter or bool(self.receivers)
+
+    def _open_receivers(self) -> list[Receiver]:
+        """Return the receivers for new data. Open the exporter if that is still to be done."""
+        if self._open_exporter is not None:
+            opening, self._open_exporter = self._open_exporter, None
+            self.exporter = opening()
+            if self.exporter is not None:
+                self.receivers.insert(0, self.exporter)
+                if self._part is not None:
+                    self.exporter.update_role(self._part)
+        return self.receivers
 
     def _update_job_status(self, now_s: float, *, live: bool) -> None:
         """Measure the job's status, if it is due or this node's ranks have just ended."""
@@ -261,7 +287,7 @@ class Sidecar:
         state.telemetry = self.telemetry.run_totals()
         state.sidecar_cpu_s = times.user + times.system
         state.saved_unix_ns = time.time_ns()
-        undelivered = None if self._exporter is None else self._exporter.find_undelivered()
+        undelivered = None if self.exporter is None else self.exporter.find_undelivered()
         state.undelivered = state.undelivered if undelivered is None else undelivered
         for source in self.sources:
             source.state.now = source.current_activity(time.monotonic_ns())
@@ -344,7 +370,7 @@ class Sidecar:
 
     def set_delivery_notes(self, notes: list[str]) -> None:
         """Set the notes on undelivered data, which replace those of an earlier sidecar."""
-        if self._exporter is not None and self._exporter.find_undelivered() is not None:
+        if self.exporter is not None and self.exporter.find_undelivered() is not None:
             kept = [each for each in self.state.notes if not each.startswith(UNDELIVERED)]
             self.state.notes = [*kept, *notes]
 

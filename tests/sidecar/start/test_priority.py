@@ -68,7 +68,7 @@ def test_last_round_runs_at_the_jobs_priority(
 
     monkeypatch.setattr(made, "sample_telemetry", measured)
     with ThreadPoolExecutor(1) as beside_the_job:
-        run_sidecar(made, lock, None, background=beside_the_job)
+        run_sidecar(made, lock, background=beside_the_job)
     main = threading.get_native_id()
 
     assert [each == main for each in rounds] == [False, False, False, True]

@@ -319,7 +319,7 @@ def test_sidecar_samples_the_gpus_of_live_ranks(
 
     After the end of its processes, a GPU is not sampled any more.
     """
-    exporter = sidecar._exporter
+    exporter = sidecar.exporter
     assert isinstance(exporter, InMemoryExporter)
     rig.gpus.values = {FIRST: {"sm_clock_hz": 5}, SECOND_GPU: {"sm_clock_hz": 6}}
     ranks = [with_gpu(run, 0, FIRST), with_gpu(run, 1, FIRST), with_gpu(run, 2, SECOND_GPU)]

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import node_semantics
+from torchlens_perf.exporters import Receiver, node_semantics
 from torchlens_perf.exporters.node_figures import (
     NodePoints,
     Points,
@@ -48,12 +48,21 @@ _UPDATE_INTERVAL_S = 2.0
 _MIN_IDLE_RATIO = 100.0
 
 
-class PrometheusExporter(Collector):
+class PrometheusExporter(Collector, Receiver):
     """Serves /metrics. Methods are called on the sidecar's thread, except collect()."""
 
-    def __init__(self, address: ListenAddress, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start the server. Raises OSError if it cannot listen. clock: returns seconds."""
-        self._clock = clock
+    def __init__(
+        self,
+        address: ListenAddress,
+        spans_sent: Callable[[], Sampled] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the server. Raises OSError if it cannot listen.
+
+        spans_sent: returns the ids of the newest batch's spans, for exemplars. clock: returns
+        seconds.
+        """
+        self._spans_sent, self._clock = spans_sent, clock
         self._meter = ArrayMeter(explicit_bounds=True, keeps_examples=True)
         self._metrics = NodeMetrics(self._meter, clock)
         self._figures = NodePoints({}, frozenset())
@@ -83,11 +92,10 @@ class PrometheusExporter(Collector):
 
     # -- from the sidecar
 
-    def export(self, batch: ExportBatch, spans: Sampled) -> None:
-        """Export a batch. spans: ids of the batch's spans, for exemplars."""
+    def export(self, batch: ExportBatch) -> None:
         with guard("counting steps for /metrics"):
             self._identity = batch.identity
-            self._metrics.export(batch, spans)
+            self._metrics.export(batch, self._spans_sent())
             if not batch.again:
                 self._own.add_batch(batch)
 

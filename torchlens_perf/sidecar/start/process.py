@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -197,7 +198,6 @@ def _run_sidecar_until_end(
     if background is not None and not run.find_local_mailboxes(REPORT):
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import (
-        DeferredExporter,
         create_exporter_from_environment,
         read_enabled_signals,
     )
@@ -207,18 +207,16 @@ def _run_sidecar_until_end(
     from torchlens_perf.sidecar.node import Sidecar
 
     again, failures = True, 0
+    open_exporter = (
+        functools.partial(create_exporter_from_environment, run, host)
+        if read_enabled_signals(os.environ)
+        else None
+    )
     while again:
-        exporter = (
-            DeferredExporter(lambda: create_exporter_from_environment(run, host))
-            if read_enabled_signals(os.environ)
-            else None
-        )
-        sidecar, port = None, MetricsPort(exporter)
+        sidecar, port = None, MetricsPort()
         try:
-            sidecar = Sidecar(run, host, exporter, write_report, rings)
-            again = run_sidecar(
-                sidecar, lock, exporter, render_live_results, port, background, wake
-            )
+            sidecar = Sidecar(run, host, None, write_report, rings, open_exporter=open_exporter)
+            again = run_sidecar(sidecar, lock, render_live_results, port, background, wake)
         except Exception:
             failures += 1
             # If a user has started the sidecar, show the error.
@@ -227,10 +225,10 @@ def _run_sidecar_until_end(
             rest_s = min(_MAX_RESTART_DELAY_S, 2.0**failures)
             logger.exception("the sidecar has failed and restarts in %g s", rest_s)
             lock.write_status(f"has failed {failures} times and restarts (see its log)")
-            if exporter is not None:
-                with guard("giving the exporter up"):
-                    exporter.shutdown(0)
             if sidecar is not None:
+                with guard("giving the exporter up"):
+                    if sidecar.exporter is not None:
+                        sidecar.exporter.shutdown(0)
                 # Otherwise other nodes would continue to send reports to the failed sidecar.
                 with guard("leaving the other nodes"):
                     sidecar.leave_cluster()
