@@ -85,7 +85,7 @@ def window(number: int, draw: np.random.Generator) -> CollectedPosts:
         work[SLOW] *= 1.08
     own = work.sum(axis=2)
     duration = 1.01 * own.max(axis=0)
-    values["work_ns"] = summary.times_to_shares(work, duration[:, None])
+    values["parts_ns"] = summary.times_to_shares(work, duration[:, None])
     values["issue_ns"] = summary.times_to_shares(
         work * (1 + 0.01 * draw.standard_normal(work.shape)), duration[:, None]
     )

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import step_table
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.exporters.rank_times import RecentRankTimes
 from torchlens_perf.exporters.trace_buffer import BufferedSteps, TraceBuffer
@@ -23,7 +24,6 @@ from torchlens_perf.exporters.trace_sampling import (
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import StepTable, TracedStep
 from torchlens_perf.run.ring import Kind, record_dtype
-from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 MS = 1_000_000
 S = 10**9

@@ -16,7 +16,6 @@ from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.simulate.rings import Timeline
 from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology, load_recorded_noise
-from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 WORK_NS = 200e6
 RANKS_AT_FAULT = [
@@ -218,7 +217,7 @@ def test_simulated_step_bins_equal_those_that_the_sidecar_makes(width: int) -> N
         for index, rank in enumerate(block.ranks.tolist()):
             rows = StepBinner(width).add_steps(table_of(steps, rank))
             assert rows is not None
-            made = BinBatch.from_rank(rank, rows)
+            made = rows
             assert population == steps.topology.placement(rank).population
             assert (block.key[index] == made.key[0]).all()
             assert (block.flags[index] == made.flags[0]).all()

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.step_bins import StepBins
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 MS = 1e6
 WORK_MS = {
@@ -110,22 +109,9 @@ class Job:
             **zero_device_columns(self.parts_ns[chosen, rows], self.ready_ns[chosen, rows]),
         )
 
-    def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:
+    def rows_of(self, rank: int, rows: slice = slice(None)) -> BinBatch:
         """Return one rank's rows in the form that its StepBinner produces."""
-        block = self.block([rank], rows)
-        return StepBins(
-            width=block.width,
-            step=block.key[0] * block.width,
-            duration_ns=block.duration_ns[0],
-            work_ns=block.parts_ns[0],
-            wait_ns=block.wait_ns[0],
-            ready_ns=block.ready_ns[0],
-            workload=block.workload[0],
-            flags=block.flags[0],
-            issue_ns=block.issue_ns[0],
-            issue_ready_ns=block.issue_ready_ns[0],
-            lag_ns=block.lag_ns[0],
-        )
+        return self.block([rank], rows)
 
     def judge(self) -> Findings:
         """Return the judge's findings on all rows after the end of the job."""
@@ -134,16 +120,18 @@ class Job:
         return judge.judge(final=True)
 
 
-def wider(rows: StepBins, width: int) -> StepBins:
+def wider(rows: BinBatch, width: int) -> BinBatch:
     """Return means over `width` rows of one step each, aligned to multiples of `width`."""
     count = len(rows) // width
-    values = {
-        name: getattr(rows, name)[: count * width]
-        .reshape(count, width, *getattr(rows, name).shape[1:])
-        .mean(axis=1)
+
+    def grouped(values: np.ndarray) -> np.ndarray:
+        return values[:, : count * width].reshape(1, count, width, *values.shape[2:])
+
+    means = {
+        name: grouped(getattr(rows, name)).mean(axis=2)
         for name in (
             "duration_ns",
-            "work_ns",
+            "parts_ns",
             "wait_ns",
             "ready_ns",
             "workload",
@@ -152,16 +140,14 @@ def wider(rows: StepBins, width: int) -> StepBins:
             "lag_ns",
         )
     }
-    flags = np.bitwise_or.reduce(rows.flags[: count * width].reshape(count, width), axis=1)
-    return StepBins(width=width, step=rows.step[: count * width : width], flags=flags, **values)
+    flags = np.bitwise_or.reduce(grouped(rows.flags), axis=2)
+    key = grouped(rows.key)[:, :, 0] // width
+    return BinBatch(width=width, ranks=rows.ranks, key=key, flags=flags, **means)
 
 
-def part_of(rows: StepBins, first: int, end: int) -> StepBins:
+def part_of(rows: BinBatch, first: int, end: int) -> BinBatch:
     """Return the batch's rows from position `first` up to `end`."""
-    fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
-    return StepBins(
-        **{name: value if name == "width" else value[first:end] for name, value in fields.items()}
-    )
+    return rows.select_rows(slice(first, end))
 
 
 def places(ranks: int, node_size: int = 8, **coordinates: Sequence[int]) -> dict[int, Placement]:

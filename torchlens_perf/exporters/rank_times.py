@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.verdicts.stragglers.window import BinBatch
+    from torchlens_perf.analysis.statistics.step_bins import BinBatch
 
 _KEPT_ROWS = 64
 _QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}

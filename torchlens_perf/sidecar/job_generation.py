@@ -27,13 +27,12 @@ from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, combine_with_windows
-from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.analysis.collectives.device_progress import RankProgress
-    from torchlens_perf.analysis.statistics.step_bins import StepBins
+    from torchlens_perf.analysis.statistics.step_bins import BinBatch
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.rank_facts import ProcessGroup
     from torchlens_perf.run.records import StepTable
@@ -58,7 +57,7 @@ class LocalRank:
     identity: Identity
     place: Placement
     progress: RankProgress | None = None
-    unsent: list[StepBins] = dataclasses.field(default_factory=list)
+    unsent: list[BinBatch] = dataclasses.field(default_factory=list)
     """Rows to send to node 0, in pieces that fit into a summary."""
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -149,7 +148,7 @@ class JobGeneration:
         min_row_ns = _MIN_SENT_ROW_NS if self.meeting_points else MIN_ROW_NS
         rows = self.detector.add_steps(identity.rank, place, steps, min_row_ns)
         if rows is not None:
-            self.rank_rows.add_batch(BinBatch.from_rank(identity.rank, rows))
+            self.rank_rows.add_batch(rows)
             local.unsent += summary.split_rows(rows) if self.meeting_points else []
 
     def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:

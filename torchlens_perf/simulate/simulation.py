@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.errors import require
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.verdicts import range_end
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.support.tables import MS, step_table
 from torchlens_perf.analysis.statistics.step_bins import (
     OTHER_WORK,
+    BinBatch,
     StepBinner,
-    StepBins,
     choose_row_width,
 )
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
@@ -38,6 +38,11 @@ def cut(table: StepTable, first: int, end: int) -> StepTable:
     )
 
 
+def first_steps(rows: BinBatch) -> list[int]:
+    first: list[int] = (rows.key[0] * rows.width).tolist()
+    return first
+
+
 def collected(maker: StepBinner, tables: list[StepTable]) -> dict[str, np.ndarray]:
     """Return all bins, including the last one, as one array per field."""
     made = [
@@ -45,8 +50,10 @@ def collected(maker: StepBinner, tables: list[StepTable]) -> dict[str, np.ndarra
         for rows in (*map(maker.add_steps, tables), maker.pop_incomplete_row())
         if rows is not None
     ]
-    fields = [field.name for field in dataclasses.fields(StepBins) if field.name != "width"]
-    return {name: np.concatenate([getattr(rows, name) for rows in made]) for name in fields}
+    fields = [
+        field.name for field in dataclasses.fields(BinBatch) if field.name not in ("width", "ranks")
+    ]
+    return {name: np.concatenate([getattr(rows, name) for rows in made], axis=1) for name in fields}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,7 @@ def test_bin_width_is_chosen_from_the_median_of_the_first_steps() -> None:
     assert maker.width == 0
     rows = maker.add_steps(cut(table, 7, 8))
     assert rows is not None
-    assert (maker.width, rows.step.tolist()) == (4, [0, 4])
+    assert (maker.width, first_steps(rows)) == (4, [0, 4])
 
 
 def test_bin_values_are_means_per_step() -> None:
@@ -93,12 +100,12 @@ def test_bin_values_are_means_per_step() -> None:
     rows = StepBinner(4).add_steps(table)
 
     assert rows is not None
-    assert (rows.width, rows.step.tolist()) == (4, [0, 4])
-    assert rows.work_ns.shape == (2, len(OWN_PARTS))
-    assert rows.work_ns[:, OWN_PARTS.index("forward")] == pytest.approx([5.5 * MS, 9.5 * MS])
-    assert rows.work_ns.sum(axis=1) == pytest.approx([13.5 * MS, 17.5 * MS])
-    assert rows.duration_ns == pytest.approx([16 * MS, 20 * MS])
-    assert rows.wait_ns == pytest.approx([2 * MS, 2 * MS])
+    assert (rows.width, first_steps(rows)) == (4, [0, 4])
+    assert rows.parts_ns.shape == (1, 2, len(OWN_PARTS))
+    assert rows.parts_ns[0, :, OWN_PARTS.index("forward")] == pytest.approx([5.5 * MS, 9.5 * MS])
+    assert rows.parts_ns[0].sum(axis=1) == pytest.approx([13.5 * MS, 17.5 * MS])
+    assert rows.duration_ns[0] == pytest.approx([16 * MS, 20 * MS])
+    assert rows.wait_ns[0] == pytest.approx([2 * MS, 2 * MS])
     assert np.isnan(rows.ready_ns).all()
     assert np.isnan(rows.workload).all()
 
@@ -116,8 +123,8 @@ def test_time_without_a_cpu_is_not_work() -> None:
     rows = StepBinner(4).add_steps(dataclasses.replace(step_table([STEP] * 4), ready_ns=ready_ns))
 
     assert rows is not None
-    assert rows.work_ns[0] == pytest.approx([1 * MS, 1 * MS, 0, 6 * MS, 0, 0])
-    assert rows.ready_ns == pytest.approx([4 * MS])
+    assert rows.parts_ns[0, 0] == pytest.approx([1 * MS, 1 * MS, 0, 6 * MS, 0, 0])
+    assert rows.ready_ns[0] == pytest.approx([4 * MS])
 
 
 def test_value_unknown_for_one_step_is_unknown_for_its_bin() -> None:
@@ -130,10 +137,10 @@ def test_value_unknown_for_one_step_is_unknown_for_its_bin() -> None:
     )
 
     assert rows is not None
-    assert np.isnan(rows.ready_ns).tolist() == [True, False]
-    assert rows.workload[0] == 6
-    assert np.isnan(rows.workload[1])
-    assert np.isfinite(rows.work_ns).all()
+    assert np.isnan(rows.ready_ns[0]).tolist() == [True, False]
+    assert rows.workload[0, 0] == 6
+    assert np.isnan(rows.workload[0, 1])
+    assert np.isfinite(rows.parts_ns).all()
 
 
 def test_bin_is_the_mean_of_its_steps_without_other_work() -> None:
@@ -148,12 +155,12 @@ def test_bin_is_the_mean_of_its_steps_without_other_work() -> None:
     rows = StepBinner(4).add_steps(dataclasses.replace(step_table(times), flags=flags))
 
     assert rows is not None
-    assert rows.step.tolist() == [0, 4, 8]
-    assert rows.flags.tolist() == [0, Flag.EVALUATION, Flag.COLLECTED]
-    assert (rows.work_ns.sum(axis=1) / MS).tolist() == [4, 900, 4]
+    assert first_steps(rows) == [0, 4, 8]
+    assert rows.flags[0].tolist() == [0, Flag.EVALUATION, Flag.COLLECTED]
+    assert (rows.parts_ns[0].sum(axis=1) / MS).tolist() == [4, 900, 4]
     single = StepBinner(1).add_steps(dataclasses.replace(step_table(times), flags=flags))
     assert single is not None
-    assert single.flags.tolist() == flags.tolist()
+    assert single.flags[0].tolist() == flags.tolist()
 
 
 def test_bin_width_does_not_depend_on_how_many_steps_come_at_once() -> None:
@@ -177,8 +184,8 @@ def test_bins_start_at_multiples_of_their_width() -> None:
     )
 
     assert rows is not None
-    assert rows.step.tolist() == [0, 4, 8]
-    assert rows.duration_ns == pytest.approx([3 * MS, 5.5 * MS, 9.5 * MS])
+    assert first_steps(rows) == [0, 4, 8]
+    assert rows.duration_ns[0] == pytest.approx([3 * MS, 5.5 * MS, 9.5 * MS])
 
 
 def test_incomplete_bin_is_returned_only_at_the_end() -> None:
@@ -198,7 +205,7 @@ def test_incomplete_bin_is_returned_only_at_the_end() -> None:
     assert maker.add_steps(step_table([STEP] * 5)) is None
     rows = maker.pop_incomplete_row()
     assert rows is not None
-    assert (rows.width, rows.step.tolist()) == (2, [0, 2, 4])
+    assert (rows.width, first_steps(rows)) == (2, [0, 2, 4])
     assert maker.pop_incomplete_row() is None
 
 

@@ -15,7 +15,7 @@ from tests.support import progress as ranks
 from tests.support.planted import Job, part_of, wider
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, RankProgress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest_names
-from torchlens_perf.analysis.statistics.step_bins import StepBins
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.nodes import summary
@@ -33,7 +33,7 @@ JOB = Job.of(3, 60).slow(1, 20, "data")
 
 
 def made_summary(
-    number: int = 5, rows: StepBins | None = None, place: Placement = PLACE, **changed: Any
+    number: int = 5, rows: BinBatch | None = None, place: Placement = PLACE, **changed: Any
 ) -> bytes:
     values: dict[str, Any] = {"set": 2, "age_s": 1.5, "world_size": 8, "place": place, "rows": rows}
     if "progress" not in changed:
@@ -249,9 +249,9 @@ class TestRows:
 
         assert [len(each) for each in windows] == [8, 8, 8, 6]
         assert {each.width for each in windows} == {2}
-        for field in dataclasses.fields(StepBins):
-            if field.name != "width":
-                joined = np.concatenate([getattr(each, field.name) for each in windows])
+        for field in dataclasses.fields(BinBatch):
+            if field.name not in ("width", "ranks"):
+                joined = np.concatenate([getattr(each, field.name) for each in windows], axis=1)
                 np.testing.assert_array_equal(joined, getattr(rows, field.name))
 
     def test_newest_rows_are_packed_if_not_all_fit(self) -> None:
@@ -262,32 +262,32 @@ class TestRows:
     def test_unpacked_rows_equal_the_packed_ones(self) -> None:
         """Times that were not measured are NaN."""
         rows = wider(JOB.rows_of(2, slice(0, 20)), 4)
-        rows = dataclasses.replace(rows, flags=np.array([0, int(Flag.COLLECTED), 1, 256, 8192]))
+        rows = dataclasses.replace(rows, flags=np.array([[0, int(Flag.COLLECTED), 1, 256, 8192]]))
         rows = dataclasses.replace(
             rows,
-            ready_ns=np.array([np.nan, 1e6, 0, 5, np.nan]),
-            issue_ready_ns=np.array([np.nan, 2e6, 0, 5, np.nan]),
-            issue_ns=rows.work_ns / 2,
-            lag_ns=rows.work_ns * 100,
+            ready_ns=np.array([[np.nan, 1e6, 0, 5, np.nan]]),
+            issue_ready_ns=np.array([[np.nan, 2e6, 0, 5, np.nan]]),
+            issue_ns=rows.parts_ns / 2,
+            lag_ns=rows.parts_ns * 100,
         )
         ((population, block),) = summary.iter_row_batches(received(made_summary(rows=rows)))
 
         assert (population, block.width, block.ranks.tolist()) == (PLACE.population, 4, [5])
         assert block.key[0].tolist() == [0, 1, 2, 3, 4, *[-1] * (ROWS - 5)]
-        assert block.flags[0, :5].tolist() == rows.flags.tolist()
+        assert block.flags[:, :5].tolist() == rows.flags.tolist()
         for name in ("duration_ns", "wait_ns", "ready_ns", "workload"):
-            np.testing.assert_allclose(getattr(block, name)[0, :5], getattr(rows, name), rtol=1e-6)
+            np.testing.assert_allclose(getattr(block, name)[:, :5], getattr(rows, name), rtol=1e-6)
         # A share of the duration is packed with this resolution.
         share_ns = rows.duration_ns.max() / 16000
         for name, sent in (
-            ("parts_ns", rows.work_ns),
+            ("parts_ns", rows.parts_ns),
             ("issue_ns", rows.issue_ns),
             ("issue_ready_ns", rows.issue_ready_ns),
         ):
-            np.testing.assert_allclose(getattr(block, name)[0, :5], sent, atol=share_ns)
-        longest_ns = 4 * rows.duration_ns[:, None]
+            np.testing.assert_allclose(getattr(block, name)[:, :5], sent, atol=share_ns)
+        longest_ns = 4 * rows.duration_ns[:, :, None]
         np.testing.assert_allclose(
-            block.lag_ns[0, :5], np.minimum(rows.lag_ns, longest_ns), atol=share_ns
+            block.lag_ns[:, :5], np.minimum(rows.lag_ns, longest_ns), atol=share_ns
         )
 
     def test_ranks_of_other_populations_or_row_widths_are_in_separate_blocks(self) -> None:
@@ -368,7 +368,8 @@ def test_rows_of_different_widths_are_compared_however_they_are_split() -> None:
     for first in range(0, 120, 5):
         for rank in range(3):
             rows = job.rows_of(rank) if rank == 2 else wider(job.rows_of(rank), 4)
-            at = np.flatnonzero((rows.step >= first) & (rows.step < first + 5))
+            steps = rows.key[0] * rows.width
+            at = np.flatnonzero((steps >= first) & (steps < first + 5))
             for population, block in summary.iter_row_batches(
                 received(made_summary(rank, part_of(rows, at[0], at[-1] + 1), Placement()))
             ):

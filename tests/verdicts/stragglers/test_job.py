@@ -23,7 +23,6 @@ from torchlens_perf.verdicts.stragglers.detector import (
 )
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 WORK = {"data": 1.0, "forward": 6.0, "backward": 11.0, "optimizer": 1.5, "host": 0.5}
 HERE = Placement("node-0", "same")
@@ -133,7 +132,7 @@ class TestNodeJudge:
         last = judge.end_rank(0)
 
         assert last is not None
-        assert last.step.tolist() == [56]
+        assert (last.key[0] * last.width).tolist() == [56]
         assert judge.end_rank(0) is None
         assert judge.end_rank(7) is None
 
@@ -184,7 +183,7 @@ class TestNodeJudge:
         judge = StragglerDetector()
         for rank in range(4):
             judge.set_placement(rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
-            judge.add_bin_batch("same", BinBatch.from_rank(rank, job.rows_of(rank)))
+            judge.add_bin_batch("same", job.rows_of(rank))
         (found,) = judge.judge().episodes
 
         assert found.rank == 3

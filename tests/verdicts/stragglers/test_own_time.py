@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.planted import WORK_NS, Job
 from tests.verdicts.stragglers.test_detector import autocorrelated
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -17,7 +18,7 @@ from torchlens_perf.verdicts.stragglers.own_time import (
     compute_own_time,
     find_critical_ranks,
 )
-from torchlens_perf.verdicts.stragglers.window import BinBatch, SlidingWindow
+from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
 MS = 1e6
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.planted import Job, part_of, wider
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.population import Population
 from torchlens_perf.verdicts.stragglers.window import (
     LATE_ROWS,
-    BinBatch,
     SlidingWindow,
     max_judged_rows,
 )
@@ -42,7 +42,7 @@ def excess_of(job: Job, keys: np.ndarray, ranks: Any = slice(None)) -> np.ndarra
 
 def test_batch_from_one_rank_has_the_numbers_and_values_of_its_bins() -> None:
     job = Job.of(3, 10)
-    block = BinBatch.from_rank(1, wider(job.rows_of(1), 2))
+    block = wider(job.rows_of(1), 2)
 
     assert (block.width, block.ranks.tolist(), block.key.tolist()) == (2, [1], [[0, 1, 2, 3, 4]])
     assert block.parts_ns[0, 0].tolist() == job.parts_ns[1, :2].mean(axis=0).tolist()
@@ -51,7 +51,7 @@ def test_batch_from_one_rank_has_the_numbers_and_values_of_its_bins() -> None:
 
 def test_bins_outside_a_range_are_marked_as_missing() -> None:
     """If a bin begins inside the range, the bin is kept."""
-    block = BinBatch.from_rank(0, wider(Job.of(1, 20).rows_of(0), 4))
+    block = wider(Job.of(1, 20).rows_of(0), 4)
 
     assert block.select_steps(4, 13).key.tolist() == [[-1, 1, 2, 3, -1]]
     assert block.select_steps(0, 4).select_steps(4, 8).key.max() == -1
@@ -215,18 +215,18 @@ class TestBinsOfDifferentWidths:
         assert (keys.tolist(), present.tolist()) == (list(range(8)), [0, 1])
         for rank in (0, 1):
             expected = wider(job.rows_of(rank), 4)
-            np.testing.assert_allclose(window.parts_ns[rank, keys], expected.work_ns, rtol=1e-6)
+            np.testing.assert_allclose(window.parts_ns[rank, keys], expected.parts_ns[0], rtol=1e-6)
             np.testing.assert_allclose(
-                window.duration_ns[rank, keys], expected.duration_ns, rtol=1e-6
+                window.duration_ns[rank, keys], expected.duration_ns[0], rtol=1e-6
             )
-            assert window.flags[rank, keys].tolist() == expected.flags.tolist()
+            assert window.flags[rank, keys].tolist() == expected.flags[0].tolist()
             assert np.isnan(window.ready_ns[rank, keys]).all()
 
     def test_incomplete_bin_is_dropped_and_others_are_kept(self) -> None:
         job = Job.of(1, 1200)
         window = SlidingWindow(np.arange(1), 4)
         for first, end in ((0, 5), (6, 50), (50, 1200)):
-            window.add_rows(BinBatch.from_rank(0, part_of(job.rows_of(0), first, end)))
+            window.add_rows(part_of(job.rows_of(0), first, end))
         keys = window.key[0, :-1]
 
         assert set(range(40)) - set(keys[(keys >= 0) & (keys < 40)].tolist()) == {1}
@@ -237,9 +237,7 @@ class TestBinsOfDifferentWidths:
         window = SlidingWindow(np.arange(2), 4)
         for first in range(0, 16, 2):
             window.add_rows(job.block([0], slice(first, first + 2)))
-            window.add_rows(
-                BinBatch.from_rank(1, part_of(wider(job.rows_of(1), 2), first // 2, first // 2 + 1))
-            )
+            window.add_rows(part_of(wider(job.rows_of(1), 2), first // 2, first // 2 + 1))
         grown = window.with_more_ranks(np.arange(3))
 
         assert window.comparable_rows(0, 4)[0].tolist() == [0, 1, 2, 3]
@@ -291,7 +289,7 @@ def test_rank_without_the_last_bin_is_not_compared_in_it(ended: tuple[int, ...])
 def test_gap_of_billions_of_steps_is_skipped() -> None:
     population, rows = Population(), Job.of(2, 20)
     for rank in range(2):
-        block = BinBatch.from_rank(rank, rows.rows_of(rank))
+        block = rows.rows_of(rank)
         population.add_rows(block)
         population.add_rows(dataclasses.replace(block, key=block.key + (1 << 31)))
     assert len(population._pending_chunks()) == 2

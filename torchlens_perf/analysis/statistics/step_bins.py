@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,52 +32,68 @@ OTHER_WORK = int(
 
 
 @dataclasses.dataclass(frozen=True)
-class StepBins:
-    """Consecutive steps of one rank, averaged in rows.
+class BinBatch:
+    """Consecutive steps of ranks, averaged in rows: arrays [ranks, rows].
 
-    Row i is the mean over steps [step[i], step[i] + width). Steps with OTHER_WORK are left out.
+    A row is the mean over `width` steps. Steps with OTHER_WORK are left out.
     """
 
     width: int
-    step: npt.NDArray[np.int64]
-    """First step of each row, a multiple of the width."""
-    duration_ns: npt.NDArray[np.float64]
-    work_ns: npt.NDArray[np.float64]
-    """Shape [rows, len(OWN_PARTS)]: own time, without time runnable but not scheduled."""
-    issue_ns: npt.NDArray[np.float64]
-    """Shape of `work_ns`: the host's issue time; 0 if the rank is judged by its host."""
-    lag_ns: npt.NDArray[np.float64]
-    """Shape of `work_ns`: the device's lag at the start of a part; 0 if judged by the host."""
-    wait_ns: npt.NDArray[np.float64]
-    ready_ns: npt.NDArray[np.float64]
-    """Time in which the thread was runnable but not scheduled. It is NaN if it was not measured,
-    and `work_ns` then includes this time.
-    """
-    issue_ready_ns: npt.NDArray[np.float64]
-    """`ready_ns` of the host of a rank judged by its device. This time may not delay the device."""
-    workload: npt.NDArray[np.float64]
-    """Tokens, or other units that the job counts; NaN if not counted."""
+    ranks: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    """Row numbers: first step / width; -1 for a missing row."""
     flags: npt.NDArray[np.int64]
     """Flags of all steps in the row."""
+    duration_ns: npt.NDArray[np.floating[Any]]
+    wait_ns: npt.NDArray[np.floating[Any]]
+    ready_ns: npt.NDArray[np.floating[Any]]
+    """Time in which the thread was runnable but not scheduled. It is NaN if it was not measured,
+    and `parts_ns` then includes this time.
+    """
+    workload: npt.NDArray[np.floating[Any]]
+    """Tokens, or other units that the job counts; NaN if not counted."""
+    parts_ns: npt.NDArray[np.floating[Any]]
+    """[ranks, rows, len(OWN_PARTS)]: own time, without time runnable but not scheduled."""
+    issue_ns: npt.NDArray[np.floating[Any]]
+    """Shape of `parts_ns`: the host's issue time; 0 if the rank is judged by its host."""
+    issue_ready_ns: npt.NDArray[np.floating[Any]]
+    """`ready_ns` of the host of a rank judged by its device. This time may not delay the device."""
+    lag_ns: npt.NDArray[np.floating[Any]]
+    """Shape of `parts_ns`: the device's lag at the start of a part; 0 if judged by the host."""
 
     def __len__(self) -> int:
-        return len(self.step)
+        """Return the number of rows of each rank."""
+        return self.key.shape[1]
+
+    def select_steps(self, low: int, high: int) -> BinBatch:
+        """Return the batch with only those rows whose first step is in range(low, high)."""
+        steps = self.key * self.width
+        inside = (self.key >= 0) & (steps >= low) & (steps < high)
+        return dataclasses.replace(self, key=np.where(inside, self.key, -1))
+
+    def select_rows(self, chosen: slice) -> BinBatch:
+        """Return the batch with only these rows of each rank."""
+        values = {name: value[:, chosen] for name, value in vars(self).items() if name in _BY_ROW}
+        return dataclasses.replace(self, **values)
+
+
+_BY_ROW = frozenset(each.name for each in dataclasses.fields(BinBatch)) - {"width", "ranks"}
 
 
 class StepBinner:
     """Builds rows from one rank's steps as they arrive."""
 
-    def __init__(self, width: int = 0, min_row_ns: float = MIN_ROW_NS) -> None:
+    def __init__(self, width: int = 0, min_row_ns: float = MIN_ROW_NS, rank: int = 0) -> None:
         """Set the width of rows.
 
         width: number of steps in a row, a power of two. If `width` is 0, the width is chosen from
         the first steps' durations. A row then covers at least `min_row_ns` of time.
         """
         self.width = width
-        self._min_row_ns = min_row_ns
+        self._min_row_ns, self._rank = min_row_ns, rank
         self._tables: list[StepTable] = []
 
-    def add_steps(self, table: StepTable) -> StepBins | None:
+    def add_steps(self, table: StepTable) -> BinBatch | None:
         """Add finished steps, in order. Return the rows that these steps complete, if any."""
         if len(table):
             self._tables.append(table)
@@ -98,15 +114,16 @@ class StepBinner:
             return None
         merged = concatenate_tables(self._tables)
         self._tables = [merged.select_rows(~complete)] if not complete.all() else []
-        return _average_rows(merged.select_rows(complete), self.width)
+        return _average_rows(self._rank, merged.select_rows(complete), self.width)
 
-    def pop_incomplete_row(self) -> StepBins | None:
+    def pop_incomplete_row(self) -> BinBatch | None:
         """Return the last, incomplete row at the end of a run."""
         if not self._tables:
             return None
         merged = concatenate_tables(self._tables)
         self._tables = []
         return _average_rows(
+            self._rank,
             merged,
             self.width or choose_row_width(float(np.median(merged.duration_ns)), self._min_row_ns),
         )
@@ -128,7 +145,7 @@ def concatenate_tables(tables: list[StepTable]) -> StepTable:
     )
 
 
-def _average_rows(table: StepTable, width: int) -> StepBins:
+def _average_rows(rank: int, table: StepTable, width: int) -> BinBatch:
     keys = table.step // width * width
     if width > 1:
         # A single step with OTHER_WORK, such as one sampled step in 16, must not exclude its whole
@@ -143,13 +160,14 @@ def _average_rows(table: StepTable, width: int) -> StepBins:
 
     def mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         sums = np.add.reduceat(values, starts, axis=0)
-        return sums / (counts if values.ndim == 1 else counts[:, None])
+        return (sums / (counts if values.ndim == 1 else counts[:, None]))[None]
 
-    return StepBins(
+    return BinBatch(
         width=width,
-        step=steps,
+        ranks=np.array([rank]),
+        key=(steps // width)[None],
         duration_ns=mean(table.duration_ns.astype(np.float64)),
-        work_ns=mean(work),
+        parts_ns=mean(work),
         issue_ns=mean(table.issue_ns[:, OWN_COLUMNS].astype(np.float64)),
         lag_ns=mean(table.lag_ns[:, OWN_COLUMNS].astype(np.float64)),
         wait_ns=mean(table.parts_ns[:, _WAIT].astype(np.float64)),
@@ -158,5 +176,5 @@ def _average_rows(table: StepTable, width: int) -> StepBins:
             np.where(measured, table.issue_ready_ns[:, OWN_COLUMNS].sum(axis=1), np.nan)
         ),
         workload=mean(np.where(table.workload >= 0, table.workload, np.nan)),
-        flags=np.bitwise_or.reduceat(table.flags, starts),
+        flags=np.bitwise_or.reduceat(table.flags, starts)[None],
     )

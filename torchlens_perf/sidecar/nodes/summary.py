@@ -12,9 +12,8 @@ row's compute, issue and lag times are 16-bit shares of the row's duration. This
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,12 +25,12 @@ from torchlens_perf.analysis.statistics.modules import (
     digest_names,
     select_reported_modules,
 )
-from torchlens_perf.analysis.statistics.step_bins import StepBins
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.causes.metrics import METRICS, encode_signals
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.stragglers.window import LATE_ROWS, BinBatch
+from torchlens_perf.verdicts.stragglers.window import LATE_ROWS
 from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ _MAX_U2 = (1 << 16) - 1
 # Larger shares of a row's duration are reduced to this value. A lag of more than four durations has
 # the same effect as a lag of four.
 _MAX_SHARE, _NOT_MEASURED = 4, _MAX_U2
-_SHARES = ("work_ns", "issue_ns", "lag_ns")
+_SHARES = ("parts_ns", "issue_ns", "lag_ns")
 _MAX_FLOAT16 = 65504.0
 _IS_END = 128
 _STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
@@ -76,7 +75,7 @@ LAYOUT = np.dtype(
         ("row", "<u4", ROWS),  # step / width, or NO_ROW
         ("flags", "<u2", ROWS),
         ("times", "<f4", (ROWS, 4)),  # duration, wait, ready, workload
-        ("work_ns", "<u2", (ROWS, len(OWN_PARTS))),
+        ("parts_ns", "<u2", (ROWS, len(OWN_PARTS))),
         ("issue_ns", "<u2", (ROWS, len(OWN_PARTS))),
         ("lag_ns", "<u2", (ROWS, len(OWN_PARTS))),
         ("issue_ready_ns", "<u2", ROWS),
@@ -105,7 +104,7 @@ def pack_summary(
     *,
     set: int = 0,
     age_s: float = 0.0,
-    rows: StepBins | None = None,
+    rows: BinBatch | None = None,
     modules_ns: Mapping[str, float] | None = None,
     ended: bool = False,
     signals: Mapping[str, float] | None = None,
@@ -154,16 +153,15 @@ def pack_summary(
     if rows is not None:
         count = min(len(rows), ROWS)
         value["width"] = rows.width
-        value["row"][:count] = rows.step[-count:] // rows.width
-        value["flags"][:count] = rows.flags[-count:]
+        value["row"][:count] = rows.key[0, -count:]
+        value["flags"][:count] = rows.flags[0, -count:]
         for i, name in enumerate(("duration_ns", "wait_ns", "ready_ns", "workload")):
-            value["times"][:count, i] = getattr(rows, name)[-count:]
-        duration_ns = rows.duration_ns[-count:]
-        for name in _SHARES:
-            value[name][:count] = times_to_shares(
-                getattr(rows, name)[-count:], duration_ns[:, None]
-            )
-        value["issue_ready_ns"][:count] = times_to_shares(rows.issue_ready_ns[-count:], duration_ns)
+            value["times"][:count, i] = getattr(rows, name)[0, -count:]
+        duration_ns = rows.duration_ns[0, -count:]
+        for name in (*_SHARES, "issue_ready_ns"):
+            times_ns = getattr(rows, name)[0, -count:]
+            of_ns = duration_ns[:, None] if times_ns.ndim > 1 else duration_ns
+            value[name][:count] = times_to_shares(times_ns, of_ns)
     modules_ns = modules_ns or {}
     names = select_reported_modules(modules_ns)
     times = np.array([modules_ns[name] for name in names], "<f4")
@@ -174,8 +172,8 @@ def pack_summary(
 
 
 def times_to_shares(
-    times_ns: npt.NDArray[np.float64], of_ns: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+    times_ns: npt.NDArray[np.floating[Any]], of_ns: npt.NDArray[np.floating[Any]]
+) -> npt.NDArray[np.floating[Any]]:
     """Convert times to scaled shares of the rows' durations, as in a packed summary."""
     shares = times_ns / np.maximum(of_ns, 1.0) * ((_MAX_U2 - 1) / _MAX_SHARE)
     return np.where(np.isnan(shares), _NOT_MEASURED, np.clip(np.round(shares), 0, _MAX_U2 - 1))
@@ -220,14 +218,10 @@ def _cut_text(text: str, max_bytes: int) -> bytes:
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
 
 
-def split_rows(rows: StepBins) -> Iterator[StepBins]:
+def split_rows(rows: BinBatch) -> Iterator[BinBatch]:
     """Split rows into pieces that fit into one summary each."""
     for first in range(0, len(rows), ROWS):
-        chosen = slice(first, first + ROWS)
-        fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
-        yield StepBins(
-            **{name: value if name == "width" else value[chosen] for name, value in fields.items()}
-        )
+        yield rows.select_rows(slice(first, first + ROWS))
 
 
 def has_current_format(payload: bytes) -> bool:
@@ -290,9 +284,6 @@ def iter_row_batches(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBat
             chosen = values if which.all() else values[which]
             row = chosen["row"].astype(np.int64)
             times = chosen["times"]
-            work_ns, issue_ns, lag_ns = (
-                shares_to_times_ns(chosen[name], times[..., :1]) for name in _SHARES
-            )
             yield (
                 population.decode(),
                 BinBatch(
@@ -304,10 +295,8 @@ def iter_row_batches(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBat
                     wait_ns=times[..., 1],
                     ready_ns=times[..., 2],
                     workload=times[..., 3],
-                    parts_ns=work_ns,
-                    issue_ns=issue_ns,
                     issue_ready_ns=shares_to_times_ns(chosen["issue_ready_ns"], times[..., 0]),
-                    lag_ns=lag_ns,
+                    **{name: shares_to_times_ns(chosen[name], times[..., :1]) for name in _SHARES},
                 ),
             )
 

@@ -28,7 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinner, StepBins
+from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, BinBatch, StepBinner
 from torchlens_perf.run.location import describe_location
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
@@ -36,7 +36,6 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, group_slow
 from torchlens_perf.verdicts.stragglers.population import JudgedRows, Population
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
-from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
@@ -88,20 +87,20 @@ class StragglerDetector:
 
     def add_steps(
         self, rank: int, place: Placement, table: StepTable, min_row_ns: float = MIN_ROW_NS
-    ) -> StepBins | None:
+    ) -> BinBatch | None:
         """Add finished steps of a rank of this node.
 
         Return the rows that these steps complete, which are then sent to node 0.
         """
         self.set_placement(rank, place)
-        binner = self._binners.setdefault(rank, StepBinner(min_row_ns=min_row_ns))
+        binner = self._binners.setdefault(rank, StepBinner(min_row_ns=min_row_ns, rank=rank))
         return self.add_rows(rank, binner.add_steps(table))
 
-    def add_rows(self, rank: int, rows: StepBins | None) -> StepBins | None:
+    def add_rows(self, rank: int, rows: BinBatch | None) -> BinBatch | None:
         """Add rows of a rank, in the order of their steps. Return these rows."""
         if rows is not None and len(rows):
             population = self.places.get(rank, Placement()).population
-            self.add_bin_batch(population, BinBatch.from_rank(rank, rows))
+            self.add_bin_batch(population, rows)
         return rows
 
     def add_bin_batch(self, population: str, block: BinBatch) -> None:
@@ -110,7 +109,7 @@ class StragglerDetector:
         self._has_rows.update(block.ranks.tolist())
         self._changed = True
 
-    def end_rank(self, rank: int) -> StepBins | None:
+    def end_rank(self, rank: int) -> BinBatch | None:
         """Record that a rank's process has ended. Return its last rows."""
         rows = self._binners[rank].pop_incomplete_row() if rank in self._binners else None
         self.add_rows(rank, rows)

@@ -10,10 +10,11 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.robust import fast_median
+from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, SuspectSearch
 from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost, compute_shared_costs
 from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_recovery
-from torchlens_perf.verdicts.stragglers.window import BinBatch, SlidingWindow
+from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
 if TYPE_CHECKING:
     import numpy.typing as npt

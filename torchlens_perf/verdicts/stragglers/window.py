@@ -7,13 +7,12 @@ repeatedly, so it is computed once for each complete column and stored.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, BinBatch
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.own_time import (
@@ -51,46 +50,6 @@ def max_judged_rows(ranks: int) -> int:
     The number is smaller for many ranks, to limit the memory.
     """
     return 256 if ranks <= _MANY_RANKS else 128
-
-
-@dataclasses.dataclass(frozen=True)
-class BinBatch:
-    """Rows of several ranks as arrays [ranks, rows], with the fields of StepBins."""
-
-    width: int
-    ranks: npt.NDArray[np.int64]
-    key: npt.NDArray[np.int64]
-    """Row numbers: first step / width; -1 for a missing row."""
-    flags: npt.NDArray[np.int64]
-    duration_ns: npt.NDArray[np.floating[Any]]
-    wait_ns: npt.NDArray[np.floating[Any]]
-    ready_ns: npt.NDArray[np.floating[Any]]
-    workload: npt.NDArray[np.floating[Any]]
-    parts_ns: npt.NDArray[np.floating[Any]]
-    """Work by part: [ranks, rows, len(OWN_PARTS)]."""
-    issue_ns: npt.NDArray[np.floating[Any]]
-    issue_ready_ns: npt.NDArray[np.floating[Any]]
-    lag_ns: npt.NDArray[np.floating[Any]]
-
-    @classmethod
-    def from_rank(cls, rank: int, rows: StepBins) -> BinBatch:
-        values = {
-            name: getattr(rows, name)[None]
-            for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload", *_OF_HOST)
-        }
-        return cls(
-            rows.width,
-            np.array([rank]),
-            (rows.step // rows.width)[None],
-            parts_ns=rows.work_ns[None],
-            **values,
-        )
-
-    def select_steps(self, low: int, high: int) -> BinBatch:
-        """Return the batch with only those rows whose first step is in range(low, high)."""
-        steps = self.key * self.width
-        inside = (self.key >= 0) & (steps >= low) & (steps < high)
-        return dataclasses.replace(self, key=np.where(inside, self.key, -1))
 
 
 # Rows of fewer steps than the rows of the window, which wait until they can be averaged to rows of
