@@ -71,6 +71,7 @@ from torchlens_perf.exporters.semantics import (
     WORLD_SIZE,
 )
 from torchlens_perf.exporters.series_room import max_ranks_with_own_series
+from torchlens_perf.verdicts.kinds import KINDS
 
 PAGE = Path(__file__).parents[1] / "docs/reference/telemetry.md"
 
@@ -232,12 +233,7 @@ ATTRIBUTES = (
     ),
 )  # fmt: skip
 
-EVENTS = {
-    "straggler": ("started", "updated", "ended"),
-    "hang": ("started", "updated", "ended"),
-    "imbalance": ("started", "ended"),
-    "slow_link": ("started", "updated", "ended"),
-}
+EVENTS = {each.name: each.changes for each in KINDS.values() if each.changes}
 
 
 def page() -> str:

@@ -230,5 +230,7 @@ def test_fail_on_a_missing_run_exits_with_2(tmp_path: Path) -> None:
 
 
 def test_every_name_accepted_by_fail_on_is_a_kind_of_verdict() -> None:
-    assert set(KINDS.values()) <= {kind for each in EVIDENCE for kind in kinds_with(each)}
+    assert {each.name for each in KINDS.values()} <= {
+        kind for each in EVIDENCE for kind in kinds_with(each)
+    }
     assert all(name == name.lower() and "_" not in name for name in KINDS)

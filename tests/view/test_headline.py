@@ -16,11 +16,10 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.verdicts.verdict import OVER, Evidence
+from torchlens_perf.verdicts.kinds import BAD, GOOD, KINDS, NEUTRAL, WARNING
+from torchlens_perf.verdicts.verdict import Evidence
 from torchlens_perf.verdicts.words.report import Report
-from torchlens_perf.view import headline as module
 from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
-from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 
 def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> Report:
@@ -111,7 +110,7 @@ def test_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted({kind for each in EVIDENCE for kind in kinds_with(each)}))
 def test_each_kind_of_verdict_has_a_status(kind: str) -> None:
-    assert kind.startswith("straggler_") or kind.removesuffix(OVER) in module._STATUS
+    assert kind in KINDS
 
 
 def test_unknown_kind_of_verdict_has_a_status(tmp_path: Path) -> None:
@@ -121,3 +120,10 @@ def test_unknown_kind_of_verdict_has_a_status(tmp_path: Path) -> None:
     )
     (head,) = build_headlines({**report, "verdicts": [row]}, "")  # type: ignore[typeddict-item]
     assert (head.status, head.severity) == ("OTHER", WARNING)
+
+
+def test_every_record_of_a_kind_belongs_to_a_verdict() -> None:
+    """A kind that no evidence lists any more has no record."""
+    used = {kind for each in EVIDENCE for kind in kinds_with(each)}
+    current = {name for name, each in KINDS.items() if not each.is_past}
+    assert current <= used <= KINDS.keys()

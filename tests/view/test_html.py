@@ -6,11 +6,11 @@ import dataclasses
 from html.parser import HTMLParser
 from xml.etree.ElementTree import Element
 
+from torchlens_perf.verdicts.kinds import BAD
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.html import build_table, build_verdict_card, build_verdict_line
 from torchlens_perf.view.markup import tag, to_html
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
-from torchlens_perf.view.theme import BAD
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e"
 SLOW = Headline(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.commands.command import FOUND, UNKNOWN
 from torchlens_perf.errors import unknown_word_text
+from torchlens_perf.verdicts.kinds import KINDS as VERDICT_KINDS
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
@@ -15,22 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.report import Report
 
-_STOPS_THE_JOB = {"hang": "hang", "crash": "died", "out-of-memory": "out_of_memory"}
-_CRASHES = ("died", "failed")
-_LIMITS_THE_STEP = {
-    "data-bound": "data_bound",
-    "communication-bound": "communication_bound",
-    "host-bound": "host_bound",
-    "cpu-contention": "lack_of_cpu",
-}
-KINDS = {
-    "slow-rank": "straggler",
-    "slow-link": "slow_link",
-    "imbalance": "imbalance",
-    "growing-steps": "growing_steps",
-    **_STOPS_THE_JOB,
-    **_LIMITS_THE_STEP,
-}
+KINDS = {each.fail_on: each for each in VERDICT_KINDS.values() if each.fail_on and not each.is_past}
 """Kinds of verdicts in the report, by their names on the command line."""
 
 
@@ -55,9 +41,7 @@ def choose_exit_code(
     asked = list(dict.fromkeys(asked))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
     found = [
-        name
-        for name in asked
-        if any(_is_current_verdict(row, KINDS[name]) for row in report["verdicts"])
+        name for name in asked if any(_is_current_verdict(row, name) for row in report["verdicts"])
     ]
     if found:
         return FOUND, f"--fail-on: found {', '.join(found)}"
@@ -65,15 +49,14 @@ def choose_exit_code(
     return (UNKNOWN, f"--fail-on: not enough data for {'; '.join(reasons)}") if reasons else (0, "")
 
 
-def _is_current_verdict(row: Verdict, kind: str) -> bool:
-    """Return True if a row is a current verdict of this kind.
+def _is_current_verdict(row: Verdict, name: str) -> bool:
+    """Return True if a row is a current verdict of the kind with this name.
 
     A hang that has ended stays current while it costs enough for the report (order.py). A verdict
     on CPU contention of one rank replaces the verdict on that slow rank.
     """
-    slow = kind == "straggler" and row.kind == "lack_of_cpu" and row.rank is not None
-    crashed = kind in _CRASHES and row.kind in _CRASHES
-    return not row.is_over and (slow or crashed or row.base_kind == kind)
+    slow = name == "slow-rank" and row.kind == "lack_of_cpu" and row.rank is not None
+    return not row.is_over and (slow or row.traits.fail_on == name)
 
 
 def _why_unknown(name: str, report: Report, findings: Findings) -> str:
@@ -81,7 +64,7 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
     steps, rows = report["steps"], report["verdicts"]
     if not steps["count"]:
         return "no step was recorded"
-    if name in _STOPS_THE_JOB:
+    if KINDS[name].stops_job:
         return ""
     if any(row.kind == "hang" for row in rows):
         return "the job hangs, so this was not judged"
@@ -98,6 +81,6 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
         typical = [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
         if all(each["lack_of_cpu"] is None for each in typical):
             return "CPU contention was not measured"
-    if name in _LIMITS_THE_STEP and any(row.kind == "not_known" for row in rows):
+    if KINDS[name].limit and any(row.kind == "not_known" for row in rows):
         return "the parts of the step's time are unknown"
     return ""

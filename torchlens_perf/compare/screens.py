@@ -19,9 +19,9 @@ from torchlens_perf.compare.changes import (
 )
 from torchlens_perf.compare.comparison import MARGIN, Comparison
 from torchlens_perf.compare.measures import DETAILS, MEAN_STEP, STEP, Kind, Measure
+from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, WARNING
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
-from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

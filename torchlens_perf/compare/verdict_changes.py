@@ -6,8 +6,8 @@ import dataclasses
 from collections import ChainMap
 from typing import TYPE_CHECKING
 
+from torchlens_perf.verdicts.kinds import BAD, WARNING
 from torchlens_perf.view.headline import Headline, build_headlines, fact_text
-from torchlens_perf.view.theme import BAD, WARNING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,6 +17,7 @@ from torchlens_perf.report.run_report import load_report
 from torchlens_perf.serve.readers import ReaderCall, ReaderPool
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import FoundRun, find_runs, is_run, open_run
+from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, WARNING
 from torchlens_perf.verdicts.words.run_state import describe_state, join_state
 from torchlens_perf.view.headline import (
     Headline,
@@ -24,7 +25,6 @@ from torchlens_perf.view.headline import (
     choose_headline,
     describe_others,
 )
-from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 ROWS = 50
 _SEVERITIES = (BAD, WARNING, NEUTRAL, GOOD)

@@ -20,6 +20,7 @@ from torchlens_perf.top.text import (
     lines_around_cursor,
     unwrapped_line,
 )
+from torchlens_perf.verdicts.kinds import BAD, GOOD, WARNING
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state, join_state
 from torchlens_perf.view.headline import Headline, choose_headline
 from torchlens_perf.view.specs import Table, sanitize_line
@@ -33,7 +34,7 @@ from torchlens_perf.view.terminal import (
     table_lines,
     verdict_lines,
 )
-from torchlens_perf.view.theme import BAD, GOOD, SEVERITIES, WARNING
+from torchlens_perf.view.theme import SEVERITIES
 
 if TYPE_CHECKING:
     from torchlens_perf.top.reading import View

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.top.text import BLOCKS, build_difference_column, draw_bar, select_rows
+from torchlens_perf.verdicts.kinds import BAD
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.rank_tables import build_device_table, build_rank_table
 from torchlens_perf.view.specs import Column, Quantity, Table, Value
-from torchlens_perf.view.theme import BAD, FULL_EXCESS
+from torchlens_perf.view.theme import FULL_EXCESS
 
 if TYPE_CHECKING:
     from torchlens_perf.top.reading import View

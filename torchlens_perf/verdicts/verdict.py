@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
+from torchlens_perf.verdicts.kinds import KINDS, OTHER, VerdictKind
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 
 if TYPE_CHECKING:
     from torchlens_perf.run.failure import Failure
     from torchlens_perf.verdicts.long_steps import LongSteps
 
-OVER = "_ended"
-"""Suffix of the kinds of verdicts that are no longer true."""
-NOT_COMPUTING_KINDS = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
-"""Kinds of verdicts that something other than computing limits the step."""
 WORTH_A_LINE = 0.05
 """An ended hang is still listed with current verdicts if it took at least this share of all step time,
 and a small past excess of a rank is listed if it cost this share of its steps."""
-_URGENT = ("out_of_memory", "failed", "hang", "died")
 _NEXT = " Next: "
 
 
@@ -227,16 +223,16 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return self.held is not None and self.held.until_step is not None
 
     @property
-    def base_kind(self) -> str:
-        """The kind without the suffix of verdicts that are no longer true."""
-        return self.kind.removesuffix(OVER)
+    def traits(self) -> VerdictKind:
+        """The facts that all verdicts of this kind share."""
+        return KINDS.get(self.kind, OTHER)
 
     @property
     def sort_key(self) -> tuple[int, bool, bool, float]:
         """Verdicts on what stops the job are first, then current verdicts, then past verdicts. Within
         each group, the costliest verdict is first, and a factor of others after all with a cost."""
         lost_s, is_factor = self.lost_s or 0.0, self.evidence.is_factor
-        if self.kind in _URGENT or self.evidence.stops_run:
+        if self.traits.stops_job or self.evidence.stops_run:
             # Hangs are listed before deaths. Processes of a job that hangs are often killed, and
             # the verdict on a hang names ranks that died before it.
             return 0, self.kind == "died", is_factor, 0.0
@@ -250,8 +246,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
         """
         if self.evidence.stops_run:
             return False
-        if self.kind == f"hang{OVER}":
-            return (self.cost_share or 0.0) < WORTH_A_LINE
-        if self.evidence.is_of_run and self.has_ended:
-            return True
-        return self.kind.endswith(OVER) or self.kind == "straggler_transient"
+        is_costly = self.traits.name == "hang" and (self.cost_share or 0.0) >= WORTH_A_LINE
+        is_past = self.traits.is_past and not is_costly
+        return is_past or (self.evidence.is_of_run and self.has_ended)

@@ -19,9 +19,8 @@ from torchlens_perf.analysis.statistics.step_mix import STOPPED
 from torchlens_perf.run.records import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
+from torchlens_perf.verdicts.kinds import NOT_COMPUTING_KINDS, past_kind
 from torchlens_perf.verdicts.verdict import (
-    NOT_COMPUTING_KINDS,
-    OVER,
     Period,
     RunLength,
     Verdict,
@@ -69,7 +68,7 @@ class VerdictPeriods:
         verdicts: the verdicts on the run as a whole. The result also has verdicts on its parts.
         """
         noted = self._collect_past_findings({each.kind for each in verdicts})
-        hung = {each.since_step for each in noted if each.kind == f"hang{OVER}"}
+        hung = {each.since_step for each in noted if each.kind == past_kind("hang")}
         # Long steps that are all steps of hangs have no verdict of their own.
         found = [
             structs.replace(each, held=self._find_period(each))

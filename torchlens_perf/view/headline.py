@@ -18,41 +18,16 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
-from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS
+from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, NOT_COMPUTING_KINDS, WARNING
 from torchlens_perf.verdicts.words.run_state import describe_failure_time
 from torchlens_perf.view.rank_tables import find_largest_section
-from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
+from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.report import Report
 
-_STATUS: dict[str, tuple[str, str]] = {
-    "hang": ("HANG", BAD),
-    "out_of_memory": ("OUT OF MEMORY", BAD),
-    "failed": ("FAILED", BAD),
-    "died": ("CRASH", BAD),
-    "straggler": ("SLOW RANK", BAD),
-    "slow_link": ("SLOW LINK", BAD),
-    "imbalance": ("IMBALANCE", WARNING),
-    "growing_steps": ("GROWING STEPS", WARNING),
-    "uneven_steps": ("UNEVEN STEPS", WARNING),
-    "long_steps": ("LONG STEPS", WARNING),
-    "startup": ("SLOW START", WARNING),
-    **dict.fromkeys(NOT_COMPUTING_KINDS, ("BOTTLENECK", WARNING)),
-    "compute_bound": ("OK", GOOD),
-    "none": ("OK", GOOD),
-    "not_compared": ("NOT COMPARED", NEUTRAL),
-    "not_known": ("NOT MEASURED", NEUTRAL),
-    "no_steps": ("NO STEPS", NEUTRAL),
-}
 _SCOPES = {"node": "SLOW NODE", "position": "IMBALANCE"}
-_BOTTLENECKS = {
-    "data_bound": "data loading",
-    "communication_bound": "comm wait",
-    "host_bound": "host code",
-    "lack_of_cpu": "CPU contention",
-}
 _PHASES = {
     "compute": "forward and backward",
     "gap": "gaps between phases",
@@ -180,41 +155,31 @@ def _describe_step(row: Verdict) -> str:
 
 
 def _status_and_severity(row: Verdict) -> tuple[str, str]:
-    kind, evidence = row.kind, row.evidence
-    if evidence.stops_run:
-        return _STATUS["hang"]
-    if kind in ("straggler_ended", "straggler_transient"):
-        return "SLOW RANK", WARNING
-    # The state file of another version, or a damaged file, can contain other kinds.
-    status, severity = _STATUS.get(row.base_kind, ("OTHER", WARNING))
-    if evidence.scope in _SCOPES:
-        return _SCOPES[evidence.scope], severity
-    if kind == "long_steps" and row.rank is not None:
-        return _STALLS, severity
-    if row.is_undecided:
-        return "NOT COMPARED", NEUTRAL
-    return status, severity
+    traits, scope = row.traits, row.evidence.scope
+    if scope in _SCOPES:
+        return _SCOPES[scope], traits.severity
+    if row.kind == "long_steps" and row.rank is not None:
+        return _STALLS, traits.severity
+    return ("NOT COMPARED", NEUTRAL) if row.is_undecided else (traits.status, traits.severity)
 
 
 def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
     """Return pairs of name and text for the facts of a verdict, such as rank and phase."""
-    kind, evidence, ranks, held = row.base_kind, row.evidence, row.ranks, row.held
+    traits, evidence, ranks, held = row.traits, row.evidence, row.ranks, row.held
     found: list[tuple[str, str]] = []
     if ranks:
         host = (row.where or {}).get("host.name")
         of_one_host = len(ranks) == 1 or evidence.scope == "node"
         at = f" ({host})" if host and of_one_host else ""
         found.append(("rank" if len(ranks) == 1 else "ranks", f"{format_ranges(ranks)}{at}"))
-    if kind in _BOTTLENECKS:
-        section = (
-            find_largest_section(report, row.cost_s_per_step or 0.0) if kind == "host_bound" else ""
-        )
-        where = f"section {section}" if section else _BOTTLENECKS[kind]
-        found.append(("bound by" if kind == "lack_of_cpu" else "in", where))
-    elif row.phase is not None and kind != "long_steps":
+    if traits.limit:
+        is_host = traits.name == "host_bound"
+        section = find_largest_section(report, row.cost_s_per_step or 0.0) if is_host else ""
+        where = f"section {section}" if section else traits.limit
+        found.append(("bound by" if traits.name == "lack_of_cpu" else "in", where))
+    elif row.phase is not None and traits.name != "long_steps":
         found.append(("phase", phase_name(row.phase)))
-    # These verdicts describe the whole run, so they have no first step.
-    if kind in ("none", "compute_bound", "not_compared"):
+    if traits.is_summary:
         return []
     modules = evidence.modules
     if modules:
@@ -246,12 +211,7 @@ def phase_name(phase: str) -> str:
 
 def _suggested_command(row: Verdict, report: Report, run_dir: str) -> str:
     """Return the command that profiles the rank of a verdict, now or in the next run."""
-    if row.is_over or row.kind not in (
-        "straggler",
-        "long_steps",
-        "compute_bound",
-        *NOT_COMPUTING_KINDS,
-    ):
+    if row.is_over or not row.traits.is_captured:
         return ""
     rank = row.rank
     if rank is None:

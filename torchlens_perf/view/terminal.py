@@ -22,6 +22,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.captures import TRACE
+from torchlens_perf.verdicts.kinds import BAD, GOOD
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import (
     RUNNING,
@@ -35,7 +36,7 @@ from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, sanitize_line
 from torchlens_perf.view.step_words import describe_overhead, describe_step_times, step_count_text
 from torchlens_perf.view.tables import build_tables
-from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
+from torchlens_perf.view.theme import EXCESS_BOUNDS, EXCESS_STYLES, PARTS, SEVERITIES
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.verdict import Verdict

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, WARNING
+
 
 @dataclasses.dataclass(frozen=True)
 class Color:
@@ -44,7 +46,6 @@ PARTS: Mapping[str, StepPart] = {
 `cpu` is time runnable but not scheduled, `host` is Python and other host code between the phases.
 """
 
-BAD, WARNING, GOOD, NEUTRAL = "bad", "warning", "good", "neutral"
 SEVERITIES: Mapping[str, Color] = {
     BAD: Color("#b42318", "#ff8a7a", "bold red"),
     WARNING: Color("#8a5a00", "#f0b849", "bold yellow"),

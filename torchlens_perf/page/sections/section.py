@@ -13,14 +13,6 @@ if TYPE_CHECKING:
     from torchlens_perf.view.markup import Element
 
 RANK_TABLES = ("ranks", "device_times", "host_gaps", "cpus")
-_NAMED = (
-    "straggler",
-    "hang",
-    "out_of_memory",
-    "hang_ended",
-    "straggler_transient",
-    "straggler_ended",
-)
 
 
 def build_tables(contents: PageContents, *keys: str) -> list[Element]:
@@ -33,7 +25,7 @@ def ranks_in_verdicts(report: Report) -> list[int]:
     """Return the ranks that verdicts are about, in the order of the verdicts."""
     found: list[int] = []
     for verdict in report["verdicts"]:
-        if verdict.kind in _NAMED and verdict.rank is not None:
+        if verdict.traits.singles_out and verdict.rank is not None:
             found += [verdict.rank, *verdict.ranks]
     return list(dict.fromkeys(found))
 

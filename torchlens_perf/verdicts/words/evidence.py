@@ -22,8 +22,9 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.failure import ProcessActivity
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.ring import MAX_FRAMES
+from torchlens_perf.verdicts.kinds import NOT_COMPUTING_KINDS, past_kind
 from torchlens_perf.verdicts.stragglers.findings import UsualTimes
-from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, Verdict
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.phases import format_phases, format_share, phase_name
 
 LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
@@ -68,7 +69,7 @@ class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
 class PastEvidence(Evidence, frozen=True, tag="past"):
     """Evidence on slow links or an imbalance that have ended."""
 
-    kinds = tuple(f"{kind}{OVER}" for kind in ("slow_link", "imbalance"))
+    kinds = past_kind("slow_link"), past_kind("imbalance")
     alerted: str
     """The text of the newest alert on the finding."""
 

@@ -18,7 +18,8 @@ from torchlens_perf.analysis.statistics.quantities import format_duration, forma
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.verdicts.verdict import OVER, WORTH_A_LINE, Evidence, RunLength, Verdict
+from torchlens_perf.verdicts.kinds import past_kind
+from torchlens_perf.verdicts.verdict import WORTH_A_LINE, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.verdict import RankStack as RankStack
 
 # A sentence lists at most this many ranks with hosts, and at most this many places.
@@ -30,7 +31,7 @@ _MAX_SPANS = 6
 class HangEvidence(Evidence, frozen=True, tag="hang"):
     """A hang, with its clauses. `ranks` are the blocking ones; see Hang for the other fields."""
 
-    kinds = ("hang", f"hang{OVER}")
+    kinds = "hang", past_kind("hang")
     paid_once_of = "all step time"
     kind: str
     since_s: float
@@ -92,7 +93,7 @@ def build_ended_hang_verdict(
     is_worth = went_on is False or (went_on and share >= WORTH_A_LINE)
     return structs.replace(
         build_hang_verdict(structs.replace(hang, went_on=went_on)),
-        kind=f"hang{OVER}",
+        kind=past_kind("hang"),
         cost_s_per_step=hang.since_s / max(1, steps),
         cost_share=share,
         action=hang.action if is_worth else "",

@@ -12,9 +12,8 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.run.verdicts import format_step_range
+from torchlens_perf.verdicts.kinds import NOT_COMPUTING_KINDS, past_kind
 from torchlens_perf.verdicts.verdict import (
-    NOT_COMPUTING_KINDS,
-    OVER,
     Evidence,
     Period,
     Verdict,
@@ -32,7 +31,7 @@ class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
     Times are seconds per step, as means over the ranks.
     """
 
-    kinds = (*LIMITS, *(f"{kind}{OVER}" for kind in NOT_COMPUTING_KINDS))
+    kinds = (*LIMITS, *map(past_kind, NOT_COMPUTING_KINDS))
     step_s: float
     spent_s: float
     """Time of the limit in this part of the run, such as waiting for data."""
@@ -67,7 +66,7 @@ def build_run_part_verdict(
     """Return a verdict on the limit of the steps of a part of the run. held: the part."""
     lasts, computes = held.until_step is None, use.kind == "compute_bound"
     return Verdict(
-        kind=use.kind if lasts else f"{use.kind}{OVER}",
+        kind=use.kind if lasts else past_kind(use.kind),
         phase=use.phase,
         cost_s_per_step=0.0 if computes else evidence.spent_s,
         cost_share=0.0 if computes else evidence.spent_s / evidence.step_s,
@@ -85,7 +84,7 @@ def build_ended_verdict(
 ) -> Verdict:
     """Return a verdict on a finding that has ended. text: the text of its newest alert."""
     return Verdict(
-        kind=f"{kind}{OVER}",
+        kind=past_kind(kind),
         since_step=since_step,
         confidence=0.5,
         evidence=PastEvidence(text, ranks=tuple(ranks)),

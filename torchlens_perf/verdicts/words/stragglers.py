@@ -14,6 +14,7 @@ from torchlens_perf.analysis.statistics.quantities import format_duration, forma
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU
 from torchlens_perf.verdicts.causes.straggler_groups import MAX_MODULES, MIN_IMBALANCE
+from torchlens_perf.verdicts.kinds import SHORT_STRAGGLER, past_kind
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import (
     MORE_WORK,
@@ -185,7 +186,7 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
 class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="past_straggler"):
     """Evidence on a rank that is no longer slow."""
 
-    kinds = ("straggler_transient", "straggler_ended")
+    kinds = SHORT_STRAGGLER, past_kind("straggler")
     until_step: int
     slow_too: tuple[int, ...]
     """Other ranks that were slow at the time, if they are included in the verdict's cost."""
@@ -530,13 +531,13 @@ def build_past_verdict(
 ) -> Verdict:
     """Return the verdict on a rank that is no longer slow. others: ranks that were slow meanwhile."""
     assert episode.until_step is not None
-    kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
+    is_short = episode.until_step - episode.since_step <= _SHORT_STEPS
     shared = episode.shared
     if shared is not None and shared.cost_ns < max(1.0, _MIN_SHARED_RATIO * episode.cost_ns):
         shared = None
     cost_ns = shared.cost_ns if shared else episode.cost_ns
     return Verdict(
-        kind=f"straggler_{kind}",
+        kind=SHORT_STRAGGLER if is_short else past_kind("straggler"),
         rank=episode.rank,
         phase=episode.phase,
         cost_s_per_step=cost_ns / 1e9,

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
+from torchlens_perf.verdicts.kinds import NOT_COMPUTING_KINDS
 from torchlens_perf.verdicts.slow_links import build_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, Verdict
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.bottleneck import add_note, build_step_verdicts, named_kinds
 from torchlens_perf.verdicts.words.cpu import describe_cpu_users
 from torchlens_perf.verdicts.words.evidence import (
