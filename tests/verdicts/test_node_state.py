@@ -198,13 +198,13 @@ def test_damaged_state_file_is_refused(run: RunDirectory, state: NodeState) -> N
     state.save(run)
     path = run.node_state_path(HOST)
     text = path.read_bytes()
-    sketch = b'"issue":['
+    sketch = b'"duration":['
     damaged = [
         text[: len(text) // 2],
         text.replace(b'"host":"', b'"host":["', 1),
         text.replace(b'"statistics":', b'"statistic":', 1),
         text.replace(sketch, sketch + b'"', 1),
-        text.replace(sketch, b'"issue":[1],"other":[', 1),
+        text.replace(sketch, b'"duration":[1],"other":[', 1),
         text.replace(b'"parts_ns":[[', b'"parts_ns":[["x",', 1),
         text.replace(b'"parts_ns":[[', b'"parts_ns":[[[],', 1),
         text.replace(b'"ranges":"0-1"', b'"ranges":"0-x"'),
