@@ -51,7 +51,7 @@ def test_report_json_prints_one_json_value_with_its_schema_number(
     value = json.loads(capsys.readouterr().out)
 
     assert (value["schema"], value["run"]["id"], value["steps"]["count"]) == (
-        3,
+        4,
         finished.run_id,
         50,
     )
