@@ -25,6 +25,7 @@ from torchlens_perf.run.directory import (
     sidecar_lock_path,
     sidecar_log_path,
 )
+from torchlens_perf.run.file_checks import is_missing
 from torchlens_perf.run.mailbox import REPORT, deliver_text
 from torchlens_perf.run.place.node import host_of_node, node_name
 from torchlens_perf.run.sidecar_lock import SidecarLock
@@ -298,7 +299,8 @@ def keep_trying_to_create_run_directory(
                 last_error = str(error)
                 logger.error("%s", last_error)
         write_status(CANNOT_WRITE)
-        kept = describe_kept_records(run) if _may_folder_exist(run.nodes) else ""
+        # If the disk fails, the folder may exist: keep the rings.
+        kept = "" if is_missing(run.nodes) else describe_kept_records(run)
         for mailbox in run.find_local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
                 deliver_text(
@@ -309,16 +311,6 @@ def keep_trying_to_create_run_directory(
                 run.remove_ring(path)
             return False
         time.sleep(_CREATE_RETRY_S)
-
-
-def _may_folder_exist(folder: Path) -> bool:
-    try:
-        os.stat(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True  # The disk fails. Keep the rings, because the folder may exist.
-    return True
 
 
 def move_log(run: RunDirectory, host: str) -> Path:
