@@ -6,6 +6,7 @@ ranks.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import logging
@@ -189,27 +190,10 @@ class CaptureRelay:
     def _advance_capture(
         self, capture: _PendingCapture, live: LiveRank | None, now_s: float
     ) -> None:
-        runs = live is not None and live.pid == capture.pid
         if capture.finishing is None:
-            answer = self._read_answer(capture)
-            if answer is not None:
-                capture.finishing = self._write_files(capture, answer)
-            elif not runs:
-                captures.ring_request_path(capture.ring).unlink(missing_ok=True)
-                capture.finishing = self._write_files(
-                    capture, _build_failure(capture, "the process ended")
-                )
-            elif now_s - capture.since_s > LONGEST_S and self._withdraw_request(capture):
-                why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
-                capture.finishing = self._write_files(capture, _build_failure(capture, why))
-            elif live is not None and now_s - capture.since_s > _ANSWER_TIMEOUT_S:
-                why = (
-                    f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step"
-                    f" {live.step}"
-                )
-                capture.finishing = self._write_files(
-                    capture, _build_failure(capture, f"{why}; {STACKS} shows where it was")
-                )
+            outcome = self._read_answer(capture) or self._give_up_if_late(capture, live, now_s)
+            if outcome is not None:
+                capture.finishing = self._write_files(capture, outcome)
             elif live is not None and self._is_stack_due(capture, live.step, now_s):
                 self._record_stack(capture, live.step, now_s)
         if capture.finishing is not None and next(capture.finishing, _DONE) is _DONE:
@@ -229,13 +213,27 @@ class CaptureRelay:
             return None
         return dataclasses.replace(answer, id=capture.request.id, rank=capture.rank)
 
-    def _withdraw_request(self, capture: _PendingCapture) -> bool:
-        """Withdraw a request. Return False if the rank has already begun the capture."""
-        try:
-            captures.ring_request_path(capture.ring).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+    def _give_up_if_late(
+        self, capture: _PendingCapture, live: LiveRank | None, now_s: float
+    ) -> Outcome | None:
+        """Return a failure if the process has ended or takes too long. Withdraw the request then."""
+        request, waited_s = captures.ring_request_path(capture.ring), now_s - capture.since_s
+        if live is None or live.pid != capture.pid:
+            request.unlink(missing_ok=True)
+            return _build_failure(capture, "the process ended")
+        # If there is no request any more, the rank has begun the capture.
+        with contextlib.suppress(FileNotFoundError):
+            if waited_s > LONGEST_S:
+                request.unlink()
+                why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
+                return _build_failure(capture, why)
+        if waited_s <= _ANSWER_TIMEOUT_S:
+            return None
+        return _build_failure(
+            capture,
+            f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step"
+            f" {live.step}; {STACKS} shows where it was",
+        )
 
     def _is_stack_due(self, capture: _PendingCapture, step: int, now_s: float) -> bool:
         if step >= capture.request.from_step:
