@@ -196,9 +196,9 @@ def _determine_run_id(
     If the environment contains no unique name of this job, the ranks of each node agree on an id.
     Node 0's sidecar then sends its id to the other nodes (sidecar/nodes/membership.py).
     """
-    configured = _to_folder_name(environ.get("TORCHLENS_PERF_RUN_ID", ""))
-    if configured:
-        return configured + suffix
+    defined = run_id_from_environment(environ, place)
+    if defined:
+        return defined + suffix
     if place.world_size == 1 and not place.elastic:
         return claim(_launcher_digest(os.getpid()) + suffix, os.getpid())
     origin = os.getppid()
@@ -206,8 +206,6 @@ def _determine_run_id(
     if place.elastic and (job or place.nodes == 1):
         # A restart has another port and maybe another world size. The agent process stays the same.
         return claim(_launcher_digest(origin) + suffix, origin, proposal=job and job + suffix)
-    if job:
-        return job + suffix
     digest = launcher.hash_texts(place.facts) if place.facts else _launcher_digest(origin)
     # Even a launcher without restarts may start the same rank again, for example a shell loop or a
     # script that spawns twice.

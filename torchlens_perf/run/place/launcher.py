@@ -171,7 +171,6 @@ def detect_place(
     if world_size == 1 or nodes == 1:
         local_rank = rank if local_rank is None else local_rank
         local_world_size = world_size
-        nodes = 1
     if local_world_size is not None and not 0 < local_world_size <= world_size:
         local_world_size = None
     if local_world_size == world_size:
