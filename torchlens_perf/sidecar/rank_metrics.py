@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.hardware import compute_gpu_signals, compute_link_signals
+from torchlens_perf.analysis.statistics.hardware import GpuTotals, LinkTotals, compute_signals
 from torchlens_perf.analysis.statistics.memory import compute_memory_signals
 from torchlens_perf.run import ring
 from torchlens_perf.run.cpu_programs import OUTSIDE
@@ -53,7 +53,7 @@ class HardwareSignals:
         elapsed_s = None
         for name in self._log.port_names:
             samples, since_s = self._take_samples(name, now_ns)
-            measured = compute_link_signals(samples)
+            measured = compute_signals(LinkTotals(), samples)
             if since_s is not None and "errors" in measured:
                 errors, elapsed_s = errors + measured["errors"], since_s
         return {} if elapsed_s is None else {"link_errors_per_s": errors / elapsed_s}
@@ -63,27 +63,19 @@ class HardwareSignals:
         samples, elapsed_s = self._take_samples(uuid, now_ns)
         if not samples:
             return {}
-        measured = compute_gpu_signals(samples)
+        measured = compute_signals(GpuTotals(), samples)
         # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank, not a cause.
-        clocks = compute_gpu_signals(
-            [sample for sample in samples if not (sample["clock_reasons"] or 0) & _GPU_IDLE]
+        clocks = compute_signals(
+            GpuTotals(), (each for each in samples if not (each["clock_reasons"] or 0) & _GPU_IDLE)
         )
         found = {
-            signal: clocks[name] * factor
-            for name, (signal, factor) in _CLOCKS.items()
-            if name in clocks
+            **{name: clocks[of] * by for of, (name, by) in _CLOCKS.items() if of in clocks},
+            **{name: measured[of] for of, name in _LEVELS.items() if of in measured},
         }
-        found.update(
-            {signal: measured[name] for name, signal in _LEVELS.items() if name in measured}
-        )
         if elapsed_s is not None:  # Rates of counters need two samples.
-            found.update(
-                {
-                    signal: measured[name] / elapsed_s
-                    for name, signal in _COUNTS.items()
-                    if name in measured
-                }
-            )
+            found |= {
+                name: measured[of] / elapsed_s for of, name in _COUNTS.items() if of in measured
+            }
         return found
 
     def gpu_name(self, gpus: Sequence[Gpu]) -> str:

@@ -8,11 +8,7 @@ import pytest
 
 from tests.support.saved import save_and_load
 from tests.support.telemetry import port_sample
-from torchlens_perf.analysis.statistics.hardware import (
-    GpuTotals,
-    compute_gpu_signals,
-    compute_link_signals,
-)
+from torchlens_perf.analysis.statistics.hardware import GpuTotals, LinkTotals, compute_signals
 from torchlens_perf.run.hardware_samples import (
     COUNTERS,
     GPUS,
@@ -48,9 +44,9 @@ def gpu(count: int, **fields: Any) -> list[Sample]:
 
 def test_unmeasured_gpu_values_are_missing_and_not_zero() -> None:
     """The GPU in this test reports nothing."""
-    assert compute_gpu_signals([]) == {}
-    assert compute_gpu_signals(gpu(5)) == {}
-    assert compute_link_signals([]) == {}
+    assert compute_signals(GpuTotals(), []) == {}
+    assert compute_signals(GpuTotals(), gpu(5)) == {}
+    assert compute_signals(LinkTotals(), []) == {}
 
 
 def test_clocks_temperature_and_memory_are_means_over_time() -> None:
@@ -59,7 +55,7 @@ def test_clocks_temperature_and_memory_are_means_over_time() -> None:
         4, sm_clock_hz=[1000, 1500, 1500, 2000], sm_clock_max_hz=2000, temperature_c=[60, 70, 80, 90], power_w=500.0,
         memory_used_bytes=30, memory_total_bytes=40,
     )  # fmt: skip
-    found = compute_gpu_signals(samples)
+    found = compute_signals(GpuTotals(), samples)
     assert found == {
         "sm_clock_hz": 1500, "sm_clock_share": 0.75, "temperature_c": 75, "power_w": 500, "memory_used_share": 0.75,
     }  # fmt: skip
@@ -71,7 +67,7 @@ def test_throttled_fractions_are_computed_from_the_drivers_counters() -> None:
         11, throttle_power_ns=SECOND // 4, throttle_thermal_ns=SECOND // 10, throttle_hw_thermal_ns=SECOND // 5,
         throttle_hw_power_brake_ns=0, clock_reasons=0,
     )  # fmt: skip
-    found = compute_gpu_signals(samples)
+    found = compute_signals(GpuTotals(), samples)
     assert (
         found["power_share"],
         found["thermal_share"],
@@ -80,7 +76,7 @@ def test_throttled_fractions_are_computed_from_the_drivers_counters() -> None:
 
 
 def test_throttled_fractions_without_counters_are_computed_from_samples() -> None:
-    found = compute_gpu_signals(gpu(4, clock_reasons=[0x4, 0x4, 0x60, 0x1]))
+    found = compute_signals(GpuTotals(), gpu(4, clock_reasons=[0x4, 0x4, 0x60, 0x1]))
     assert found == {"power_share": 0.5, "thermal_share": 0.25, "hw_slowdown_share": 0.25}
 
 
@@ -90,7 +86,7 @@ def test_gpu_errors_are_increases_within_the_period() -> None:
         5, ecc_uncorrected=1, xids=0, pcie_replays=3, nvlink_errors=1, nvlink_replays=2, remapped_rows=0,
         remapping_pending=True,
     )  # fmt: skip
-    found = compute_gpu_signals(samples[2:])
+    found = compute_signals(GpuTotals(), samples[2:])
     assert found == {
         "ecc_uncorrected": 3, "xid_count": 0, "pcie_replays": 9, "nvlink_errors": 9, "remapped_rows": 1,
     }  # fmt: skip
@@ -148,7 +144,7 @@ def test_port_signals_are_counter_increases_sum_of_errors_used_rate_and_time_wit
     second = port_sample(
         "mlx5_0", 1, active=False, rate_bits=400_000_000_000, interval_ns=2 * SECOND, grown=grown
     )
-    assert compute_link_signals([first, second]) == {
+    assert compute_signals(LinkTotals(), [first, second]) == {
         **grown, "errors": 5, "transmitted_share": pytest.approx(0.25), "received_share": 0, "inactive_share": 0.5,
     }  # fmt: skip
-    assert compute_link_signals([first]) == {"inactive_share": 0}
+    assert compute_signals(LinkTotals(), [first]) == {"inactive_share": 0}

@@ -6,7 +6,7 @@ A value is None or missing if it was never measured. It is never shown as 0.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torchlens_perf.run.hardware_samples import (
     GPU_GAUGES,
@@ -128,7 +128,15 @@ class GpuTotals:
         )
 
     def to_signals(self) -> dict[str, float]:
-        """Return the values that compute_gpu_signals() describes."""
+        """Return values of the samples. Values that were not measured are missing.
+
+        - Fractions: sm_clock_share (mean clock divided by the highest), thermal_share, power_share
+          and hw_slowdown_share (time with throttled clocks), memory_used_share, sm_active,
+          tensor_active, dram_active, others_busy.
+        - Means: sm_clock_hz, temperature_c, power_w.
+        - Increases: ecc_uncorrected, xid_count, pcie_replays, nvlink_errors and remapped_rows. A
+          pending row counts as remapped.
+        """
         throttled = self.throttled_shares()
         max_clock_hz, clock_hz = self.most.get("sm_clock_max_hz"), self.mean("sm_clock_hz")
         used, total = self.mean("memory_used_bytes"), self.most.get("memory_total_bytes")
@@ -181,7 +189,12 @@ class LinkTotals:
             self.grown[name] = self.grown.get(name, 0) + more
 
     def to_signals(self) -> dict[str, float]:
-        """Return the values that compute_link_signals() describes."""
+        """Return values of the samples. Values that were not measured are missing.
+
+        - Increases: each counter, and `errors`, the sum over LINK_ERRORS.
+        - transmitted_share, received_share: used fraction of the link's rate.
+        - inactive_share: fraction of the samples in which the port was down.
+        """
         found = dict(self.grown)
         errors = _sum_of_known(map(self.grown.get, LINK_ERRORS))
         if errors is not None:
@@ -220,34 +233,8 @@ class HardwareTotals:
     dropped_files: int = 0
 
 
-def compute_gpu_signals(samples: Sequence[Sample]) -> dict[str, float]:
-    """Compute values of one GPU from consecutive samples.
-
-    Values that were not measured are missing.
-
-    - Fractions: sm_clock_share (mean clock divided by the highest), thermal_share, power_share and
-      hw_slowdown_share (time with throttled clocks), memory_used_share, sm_active, tensor_active,
-      dram_active, others_busy.
-    - Means: sm_clock_hz, temperature_c, power_w.
-    - Increases: ecc_uncorrected, xid_count, pcie_replays, nvlink_errors and remapped_rows. A
-      pending row counts as remapped.
-    """
-    totals = GpuTotals()
-    for sample in samples:
-        totals.add_sample(sample)
-    return totals.to_signals()
-
-
-def compute_link_signals(samples: Sequence[Sample]) -> dict[str, float]:
-    """Compute values of one port from consecutive samples.
-
-    Values that were not measured are missing.
-
-    - Increases: each counter, and `errors`, the sum over LINK_ERRORS.
-    - transmitted_share, received_share: used fraction of the link's rate.
-    - inactive_share: fraction of the samples in which the port was down.
-    """
-    totals = LinkTotals()
+def compute_signals(totals: GpuTotals | LinkTotals, samples: Iterable[Sample]) -> dict[str, float]:
+    """Add consecutive samples of a GPU or a port to new totals. Return their signals."""
     for sample in samples:
         totals.add_sample(sample)
     return totals.to_signals()
