@@ -14,7 +14,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     CollectiveName,
     SizeRule,
     WaitRelation,
-    bus_bandwidth_factor,
+    bus_bandwidth,
     describe_limits,
     operation_sizes,
     parse_collective_name,
@@ -148,7 +148,7 @@ def test_unknown_operation_has_no_wait_and_no_transfer() -> None:
     ],
 )  # fmt: skip
 def test_bus_factor_equals_that_of_nccl_tests(operation: str, factor: float | None) -> None:
-    assert bus_bandwidth_factor(operation, 4) == factor
+    assert bus_bandwidth(operation, 4, 8.0, 8e9) == factor
 
 
 def test_operation_size_equals_that_of_nccl_tests() -> None:

@@ -129,7 +129,7 @@ class Semantics:
     waits: WaitRelation
     size: SizeRule
     factor: str
-    """Formula of the bus bandwidth's factor, see bus_bandwidth_factor(); "" if no data moves."""
+    """Formula of the bus bandwidth's factor, see bus_bandwidth(); "" if no data moves."""
     equal_bytes: bool = True
     """True if all ranks of the operation must have the same number of bytes."""
     equal_dtype: bool = True
@@ -186,15 +186,20 @@ def ends_after_all_started(operation: str) -> bool:
     return meaning.waits is WaitRelation.ALL and meaning.equal_bytes
 
 
-def bus_bandwidth_factor(operation: str, ranks: int) -> float | None:
-    """Return the factor by which bus bandwidth is larger than algorithm bandwidth; None if no data
-    moves.
+def bus_bandwidth(
+    operation: str, ranks: int, mean_bytes: float, transfer_ns: float
+) -> float | None:
+    """Return the bus bandwidth in bytes per second; None if no data moves in any known time.
 
-    The factors are those of doc/PERFORMANCE.md in nccl-tests. The factors of gather, scatter and
-    send are in its source code (GatherGetBw, ScatterGetBw, SendRecvGetBw).
+    The bus bandwidth is the algorithm bandwidth times a factor. The factors are those of
+    doc/PERFORMANCE.md in nccl-tests. The factors of gather, scatter and send are in its source code
+    (GatherGetBw, ScatterGetBw, SendRecvGetBw).
     """
     factors = {"2(n-1)/n": 2 * (ranks - 1) / ranks, "(n-1)/n": (ranks - 1) / ranks, "1": 1.0}
-    return factors.get(semantics_of(operation).factor)
+    factor = factors.get(semantics_of(operation).factor)
+    if factor is None or not mean_bytes or not transfer_ns > 0:
+        return None
+    return mean_bytes / transfer_ns * 1e9 * factor
 
 
 def operation_sizes(

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from torchlens_perf.analysis.collectives.semantics import (
     WaitRelation,
-    bus_bandwidth_factor,
+    bus_bandwidth,
     semantics_of,
 )
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics
@@ -145,14 +145,10 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
 
     @property
     def busbw(self) -> float | None:
-        """Bus bandwidth in bytes per second, from the median transfer.
-
-        The value is None if the operation moves no data.
-        """
-        factor = bus_bandwidth_factor(self.key.operation, len(self.members))
-        if factor is None or not self.bytes or not self.transfer_ns[1] > 0:
-            return None
-        return self.mean_bytes / self.transfer_ns[1] * 1e9 * factor
+        """Bus bandwidth of the median transfer, see bus_bandwidth()."""
+        return bus_bandwidth(
+            self.key.operation, len(self.members), self.mean_bytes, self.transfer_ns[1]
+        )
 
     def merged_with(self, other: LinkStatistics) -> LinkStatistics:
         """Return these statistics combined with another node's on the same operations."""

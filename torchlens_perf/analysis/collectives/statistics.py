@@ -20,7 +20,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     SEND_RECV,
     OperationKey,
     WaitAndTransfer,
-    bus_bandwidth_factor,
+    bus_bandwidth,
     semantics_of,
 )
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -171,15 +171,11 @@ class OperationStatistics:
         }
 
     def compute_bus_bandwidth(self, size: SizeStatistics) -> float | None:
-        """Return the bus bandwidth in bytes per second, from the median transfer time.
-
-        Return None if the operation moves no data or has no transfer time.
-        """
-        factor = bus_bandwidth_factor(self.key.operation, len(self.key.members) or len(size.ranks))
-        transfer_ns = size.transfer.quantile_ns(0.5)
-        if factor is None or not size.bytes or not transfer_ns > 0:
-            return None
-        return size.mean_bytes / transfer_ns * 1e9 * factor
+        """Return the bus bandwidth of the median transfer, see bus_bandwidth()."""
+        ranks = len(self.key.members) or len(size.ranks)
+        return bus_bandwidth(
+            self.key.operation, ranks, size.mean_bytes, size.transfer.quantile_ns(0.5)
+        )
 
     def merge(self, other: OperationStatistics) -> None:
         """Merge another node's statistics, which must be of other ranks."""
