@@ -203,11 +203,14 @@ class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
     """Duration of a step."""
     by: str
     """The clocks by which ranks were compared: "host", "device", or "host and device"."""
+    since_step: int = 0
+    """The first step after the last slow rank; 0 if there was none."""
 
     def describe(self, verdict: Verdict) -> str:
         share = format_percent(self.detectable_s / self.step_s if self.step_s else 0.0)
+        when = f"since step {self.since_step}" if self.since_step else f"in {self.steps} steps"
         return (
-            f"No slow rank in {self.steps} steps{_CLOCKS[self.by]}. The smallest detectable slowdown is"
+            f"No slow rank {when}{_CLOCKS[self.by]}. The smallest detectable slowdown is"
             f" {format_duration(self.detectable_s)} per step ({share})."
         )
 

@@ -602,8 +602,11 @@ def find_unequal_work(findings: Findings) -> tuple[UsualTimes, ...]:
     return tuple(dataclasses.replace(part, own=None) for part in parts)
 
 
-def build_no_straggler_verdict(report: Facts, findings: Findings) -> Verdict:
-    """Return the verdict that no rank is slow, or that ranks were not compared."""
+def build_no_straggler_verdict(report: Facts, findings: Findings, since_step: int = 0) -> Verdict:
+    """Return the verdict that no rank is slow, or that ranks were not compared.
+
+    since_step: the first step after the last slow rank; 0 if there was none.
+    """
     run, count, why = report["run"], report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
         untimed = _find_untimed_ranks(report)
@@ -642,6 +645,7 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> Verdict:
             count,
             findings.step_ns / 1e9,
             clocks,
+            since_step,
         ),
     )
 

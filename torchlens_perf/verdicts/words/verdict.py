@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 # A rank that was slow in at least this share of the steps explains the waits of the whole run.
 _MOST_STEPS = 0.5
+# A slow rank explains steps that are longer by up to this many times what it costs on average.
+_TIMES_A_RANKS_COST = 2.0
 
 
 def build_verdicts(
@@ -89,13 +91,31 @@ def _build_all_verdicts(
         grows = build_growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_kinds(typical))
     if grows:
         long = [each for each in long if not is_explained_by_growth(report, each)]
+    slow = [each for each in (*now, *before) if each.traits.name == "straggler"]
+    long = [each for each in long if not any(_is_of_slow_rank(each, one) for one in slow)]
     typical = _replace_if_spans_too_deep(report, typical)
     if now and "lack_of_cpu" in named_kinds(typical):
         now = [without_cpu_check(each) for each in now]
     if now:
         return [*out_of_memory, *start, *_merge_same_causes(now, typical), *grows, *long, *before]
-    found = [build_no_straggler_verdict(report, findings)] if run["world_size"] > 1 else []
+    found: list[Verdict] = []
+    if run["world_size"] > 1:
+        ends = [each.held.until_step or 0 for each in before if each.held is not None]
+        found = [build_no_straggler_verdict(report, findings, max(ends, default=0))]
     return [*out_of_memory, *start, *found, typical, *grows, *long, *before]
+
+
+def _is_of_slow_rank(verdict: Verdict, slow: Verdict) -> bool:
+    """Return True for long steps without another reason, in most of which a rank was slow that costs
+    about as much."""
+    long, held = verdict.evidence.long, slow.held
+    if long is None or long["kinds"] or long["period"] or held is None or held.since_step is None:
+        return False
+    # The end is open if the rank is still slow.
+    until = held.until_step or max(long["steps"], default=0) + 1
+    inside = sum(held.since_step <= step < until for step in long["steps"])
+    costs_s = _TIMES_A_RANKS_COST * (slow.cost_s_per_step or 0.0)
+    return 2 * inside > len(long["steps"]) and long["more_s"] <= costs_s
 
 
 def _share_slow_before(findings: Findings, steps: int) -> float:
