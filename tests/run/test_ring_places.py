@@ -203,8 +203,8 @@ def test_mapped_file_is_recognized_from_any_process(tmp_path: Path) -> None:
     path = str(tmp_path / "ring")
     mapped = memory.reserve_file(path, MIB)
     program = (
-        "import sys; from torchlens_perf.run.rings.memory import is_mapped;"
-        " print(is_mapped(sys.argv[1]))"
+        "import sys; from torchlens_perf.run.rings.memory import is_held;"
+        " print(is_held(sys.argv[1]))"
     )
     asked = [sys.executable, "-c", program, path]
     said = [subprocess.run(asked, capture_output=True, text=True, check=True).stdout]

@@ -8,19 +8,18 @@ program.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from torchlens_perf.interruption import ours
 from torchlens_perf.run import children
 from torchlens_perf.run.directory import find_local_run_folders, is_writer_running
 from torchlens_perf.run.place.node import namespace_digest
 from torchlens_perf.run.ring import reading_ring
 from torchlens_perf.run.rings import memory
-from torchlens_perf.run.sidecar_lock import is_lock_held
 
 OLD_S = 600.0
 """Age at which ring files of another PID namespace count as dead. This process cannot see processes
@@ -31,6 +30,7 @@ of other namespaces.
 class DeadRun(NamedTuple):
     """A run whose ring files on this node have no running writer."""
 
+    run_id: str
     path: Path | None
     """The run directory; None if no ring file contains its path."""
     node: str
@@ -38,10 +38,6 @@ class DeadRun(NamedTuple):
     digest: str
     """Digest of the boot and PID namespace of the run's processes, see run/place/node.py."""
     rings: list[Path]
-
-    @property
-    def run_id(self) -> str:
-        return self.rings[0].parent.name.rpartition(".")[0]
 
 
 def find_dead_runs(old_s: float = OLD_S) -> Iterator[DeadRun]:
@@ -52,13 +48,13 @@ def find_dead_runs(old_s: float = OLD_S) -> Iterator[DeadRun]:
     for folder, changed_s in find_local_run_folders():
         rings = [path for path in folder.glob("*.ring") if path.is_file() and not path.is_symlink()]
         is_old = folder.name.endswith(f".{namespace_digest()}") or time.time() - changed_s >= old_s
-        if not rings or not is_old or _has_live_sidecar(folder / "sidecar.lock"):
+        if not rings or not is_old or memory.is_held(folder / "sidecar.lock", fcntl.LOCK_SH):
             continue
-        if not any(memory.is_mapped(str(path)) or is_writer_running(path) for path in rings):
+        if not any(memory.is_held(path) or is_writer_running(path) for path in rings):
             known = next(filter(None, map(_read_run_and_node, rings)), None)
             run_id, _, digest = folder.name.rpartition(".")
             path, node = known if known is not None and known[0].name == run_id else (None, "")
-            yield DeadRun(path, node, digest, rings)
+            yield DeadRun(run_id, path, node, digest, rings)
 
 
 def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
@@ -68,13 +64,6 @@ def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
     run_dir, node = metadata.get("run_dir"), metadata.get("identity", {}).get("node")
     # Ring files of other versions lack these fields.
     return (Path(run_dir), node) if run_dir and node else None
-
-
-def _has_live_sidecar(path: Path) -> bool:
-    try:
-        return is_lock_held(path)
-    except ours(OSError):
-        return False
 
 
 def start_draining(but: str = "") -> bool:

@@ -25,11 +25,11 @@ def is_missing(path: str | os.PathLike[str], *, follow_links: bool = True) -> bo
 
 
 def is_file(path: str) -> bool:
-    return stat.S_ISREG(_read_mode(path, follow_links=True))
-
-
-def is_link(path: str) -> bool:
-    return stat.S_ISLNK(_read_mode(path, follow_links=False))
+    """Return True if a regular file has this path."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except ours(OSError, ValueError):
+        return False
 
 
 def resolve_links(path: str) -> str:
@@ -38,11 +38,3 @@ def resolve_links(path: str) -> str:
         return os.path.realpath(path, strict=True)
     except ours(OSError):
         return os.path.abspath(path)
-
-
-def _read_mode(path: str, *, follow_links: bool) -> int:
-    """Return the type and permissions of a file; 0, which is no type, if they cannot be read."""
-    try:
-        return os.stat(path, follow_symlinks=follow_links).st_mode
-    except ours(OSError, ValueError):
-        return 0

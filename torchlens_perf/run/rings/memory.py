@@ -57,7 +57,7 @@ def is_on_file_system(folder: str | os.PathLike[str], kinds: Collection[int]) ->
 def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
     """Create a file with mode 0600, allocate all of its blocks, and map it.
 
-    A shared flock(2) on the file lasts as long as a process has it mapped, see is_mapped(). Raise
+    A shared flock(2) on the file lasts as long as a process has it mapped, see is_held(). Raise
     OSError if a call fails. No file is left then.
     """
     descriptor = os.open(
@@ -158,7 +158,7 @@ def announce_open_ring(path: str, descriptor: int) -> None:
 
     descriptor: of the ring. It must stay open.
     """
-    if file_checks.is_link(path):
+    if os.path.islink(path):
         partial = f"{_held_link_path(path)}-{os.getpid()}"
         with suppress(OSError):
             os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", partial)
@@ -195,13 +195,13 @@ def remove_ring_paths(path: str) -> None:
             os.unlink(each)
 
 
-def is_mapped(path: str) -> bool:
-    """Return True if the process that made a ring file, or its child, still has the file mapped.
+def is_held(path: str | os.PathLike[str], lock: int = fcntl.LOCK_EX) -> bool:
+    """Return is_locked(); False if the file cannot be opened.
 
-    Processes in other containers count too.
+    A ring file is held while the process that made it, or its child, has it mapped.
     """
     with suppress(OSError):
-        return is_locked(path, fcntl.LOCK_EX)
+        return is_locked(path, lock)
     return False
 
 

@@ -55,9 +55,8 @@ def drain_old_runs(old_s: float = OLD_S, but: str = "") -> int:
     priority.lower_priority()
     block_pandas_import()
     for dead in list(find_dead_runs(old_s)):
-        is_skipped = dead.rings[0].parent.name.rpartition(".")[0] == but
         # Another process may have drained this run in the meantime.
-        if not is_skipped and any(ring.exists() for ring in dead.rings):
+        if dead.run_id != but and any(ring.exists() for ring in dead.rings):
             try:
                 logger.info("%s", drain_run(dead))
             except (OSError, TorchlensPerfError) as error:
