@@ -55,13 +55,13 @@ def process_cpu_time_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
 
 
-def main_thread_cpu_wait_ns(pid: int) -> int | None:
+def main_thread_cpu_wait_ns(pid: int, proc: str | os.PathLike[str] = "/proc") -> int | None:
     """Return the total time in ns that a process's main thread was runnable but had no CPU.
 
     Return None if the kernel does not count this time. Source:
     Documentation/scheduler/sched-stats.rst.
     """
-    return _read_schedstat(f"/proc/{pid}/task/{pid}/schedstat", 1)
+    return _read_schedstat(f"{os.fspath(proc)}/{pid}/task/{pid}/schedstat", 1)
 
 
 def thread_times_ns(pid: int) -> dict[str, int]:
@@ -120,14 +120,8 @@ def child_pids(pid: int, proc: str | os.PathLike[str] = "/proc") -> list[int]:
 
 
 def read_command_line(pid: int) -> list[str]:
-    """Return a process's arguments; an empty list if they cannot be read."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
-            return [
-                argument.decode(errors="replace") for argument in (file.read() or b"").split(b"\0")
-            ]
-    except ours(OSError):
-        return []
+    """Return a process's arguments; [""] if they cannot be read."""
+    return read_kernel_text(f"/proc/{pid}/cmdline").split("\0")
 
 
 def read_kernel_text(path: str | os.PathLike[str]) -> str:

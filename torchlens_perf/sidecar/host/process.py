@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torchlens_perf.run.cpu_programs import CHILD, RANK, SIDECAR, CpuProgram
-from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
+from torchlens_perf.run.processes import (
+    TICKS_PER_S,
+    child_pids,
+    main_thread_cpu_wait_ns,
+    read_kernel_text,
+    read_stat_fields,
+)
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
 
@@ -157,7 +163,7 @@ class HostMetrics:
         of_group, limit_share = self._read_group(process.group)
         counters = {
             **of_group,
-            "wait_ns": self._read_cpu_wait_ns(process.pid),
+            "wait_ns": main_thread_cpu_wait_ns(process.pid, self._proc),
             "kernel_ticks": int(thread[12]),
             "major_faults": sum(int(fields[9]) for fields in stats if fields),
             "gc_ns": gc_ns,
@@ -221,12 +227,6 @@ class HostMetrics:
         pid: a process id, or "PID/task/TID" for a thread.
         """
         return read_stat_fields(f"{self._proc}/{pid}/stat")
-
-    def _read_cpu_wait_ns(self, pid: int) -> int | None:
-        """Return the main thread's run-queue wait (Documentation/scheduler/sched-stats.rst)."""
-        times = read_kernel_text(f"{self._proc}/{pid}/task/{pid}/schedstat").split()
-        # The file is missing if the kernel was built without CONFIG_SCHED_INFO.
-        return int(times[1]) if times else None
 
     def _read_clock_share(self, cpu: int) -> float | None:
         """Return the clock rate of a CPU as a share of the CPU's maximum rate.

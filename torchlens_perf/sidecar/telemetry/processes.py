@@ -24,7 +24,7 @@ def sample_processes(
     """
     found = []
     # The counters of a network namespace, which all ranks of a node usually share.
-    sent_by: dict[str, tuple[int, int] | None] = {}
+    sent_by: dict[str, dict[str, int]] = {}
     for rank, pid in pids.items():
         parent = read_stat_fields(f"{proc}/{pid}/stat")
         if not parent:
@@ -42,15 +42,13 @@ def sample_processes(
         namespace = _read_namespace(f"{proc}/{pid}/ns/net") or str(pid)
         if namespace not in sent_by:
             sent_by[namespace] = _read_network_bytes(f"{proc}/{pid}/net/dev")
-        sent = sent_by[namespace]
         values = {
             "rank": rank,
             "cpu_ns": ticks * _TICK_NS,
             "resident_bytes": sum(int(fields[21]) for fields in stats) * _PAGE_BYTES,
             "read_bytes": _sum_over_processes(io, "read_bytes"),
             "written_bytes": _sum_over_processes(io, "write_bytes"),
-            "network_received_bytes": sent[0] if sent else None,
-            "network_transmitted_bytes": sent[1] if sent else None,
+            **sent_by[namespace],
         }
         found.append(build_sample(PROCESSES, str(rank), monotonic_ns, unix_ns, values, before=None))
     return found
@@ -77,10 +75,11 @@ def _sum_over_processes(processes: list[dict[str, int]], name: str) -> int | Non
     return sum(each.get(name, 0) for each in processes)
 
 
-def _read_network_bytes(path: str) -> tuple[int, int] | None:
-    """Return bytes received and transmitted by all interfaces except loopback."""
+def _read_network_bytes(path: str) -> dict[str, int]:
+    """Return bytes received and transmitted by all interfaces except loopback, {} without one."""
     lines = [line.split() for line in read_kernel_text(path).replace(":", " ").splitlines()[2:]]
-    counts = [(int(fields[1]), int(fields[9])) for fields in lines if fields[0] != "lo"]
-    if not counts:
-        return None
-    return sum(received for received, _ in counts), sum(transmitted for _, transmitted in counts)
+    columns = {"network_received_bytes": 1, "network_transmitted_bytes": 9}
+    others = [fields for fields in lines if fields[0] != "lo"]
+    return {
+        name: sum(int(fields[at]) for fields in others) for name, at in columns.items() if others
+    }
