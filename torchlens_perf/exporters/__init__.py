@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.device import phase_durations_ns
@@ -164,6 +164,12 @@ MAX_SLOW_RANKS = 16
 MAX_TALLY_BYTES = 1000
 # First byte of forwarded metrics. Rank summaries never start with this byte (nodes/summary.py).
 TALLY_MARK = b"\xf1"
+
+
+def keep_newest_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return the last MAX_SLOW_RANKS different ranks, in the order of their last occurrence."""
+    newest_first = dict.fromkeys(reversed([*ranks]))
+    return tuple(reversed([*newest_first][:MAX_SLOW_RANKS]))
 
 
 def steps_traced_by_number(steps: list[int], every: int) -> set[int]:

@@ -19,6 +19,7 @@ from torchlens_perf.exporters import (
     CoveredRanks,
     ExportBatch,
     NodeRole,
+    keep_newest_ranks,
     semantics,
 )
 from torchlens_perf.exporters.metric_snapshot import SnapshotAggregator, SnapshotEncoder
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric
     from opentelemetry.sdk.resources import Resource
 
-    from torchlens_perf.run.hardware_samples import HardwareSamples
 
 Sampled = Mapping[int, tuple[int, int]]
 """For each traced step, the ids of its trace and of the rank's span."""
@@ -78,13 +78,13 @@ class NodeMetrics:
         self._status = StatusGauges(self._meter, clock)
         self._not_traced = self._meter.create_number(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
-        self._hardware = HardwareMetrics(self._meter, clock)
+        self.hardware = HardwareMetrics(self._meter, clock)
         self._part = NodeRole()
         self._world_size = 1
         self._named: frozenset[int] = frozenset()
         self._forms: dict[str, int] = {}
         # Ranks that were found slow, the most recent last.
-        self._shown: dict[int, None] = {}
+        self._shown: tuple[int, ...] = ()
 
     def update_role(self, part: NodeRole) -> bytes:
         """Apply this node's role. Return the message for node 0's sidecar; b"" if none is due."""
@@ -127,9 +127,6 @@ class NodeMetrics:
         if assessment.whole_job:
             self._status.on_assessment(assessment)
 
-    def record_hardware(self, hardware: HardwareSamples) -> None:
-        self._hardware.record_samples(hardware)
-
     def collect(self, resource: Resource) -> MetricsData | None:
         """Return all metrics, or None if no metric has points. resource: the node's resource."""
         metrics = self._limit_series(self._meter.collect())
@@ -141,11 +138,7 @@ class NodeMetrics:
 
     def _update_shown_ranks(self) -> None:
         """Select the ranks whose series are sent: those that were found slow most recently."""
-        for rank in self._ranks_with_series:
-            self._shown.pop(rank, None)
-            self._shown[rank] = None
-        while len(self._shown) > MAX_SLOW_RANKS:
-            del self._shown[next(iter(self._shown))]
+        self._shown = keep_newest_ranks([*self._shown, *self._ranks_with_series])
         shown = frozenset(self._shown) if self._part.standing is None else self._part.standing
         self._meter.shown_ranks = shown if self._is_large_job else None
 

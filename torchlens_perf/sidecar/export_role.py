@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters import MAX_SLOW_RANKS, CoveredRanks, NodeRole
+from torchlens_perf.exporters import MAX_SLOW_RANKS, CoveredRanks, NodeRole, keep_newest_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ class ExportRole:
     def __init__(self) -> None:
         self.part: CoveredRanks | None = None
         """This node's part, or None until it is known."""
-        self.slow_ranks: dict[int, None] = {}
+        self.slow_ranks: tuple[int, ...] = ()
         """Ranks that have been slow, newest last. Each has metric series of its own."""
         self.slow_elsewhere: frozenset[int] = frozenset()
         """Slow ranks of the job, as reported by node 0."""
@@ -40,11 +40,8 @@ class ExportRole:
 
         If there are too many ranks, the costliest and the newest ones have priority.
         """
-        for each in sorted(episodes, key=lambda each: each.cost_ns)[-MAX_SLOW_RANKS:]:
-            self.slow_ranks.pop(each.rank, None)
-            self.slow_ranks[each.rank] = None
-        while len(self.slow_ranks) > MAX_SLOW_RANKS:
-            del self.slow_ranks[next(iter(self.slow_ranks))]
+        costliest = sorted(episodes, key=lambda each: each.cost_ns)[-MAX_SLOW_RANKS:]
+        self.slow_ranks = keep_newest_ranks([*self.slow_ranks, *(each.rank for each in costliest)])
 
     def update_part(
         self,
