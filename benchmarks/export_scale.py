@@ -213,7 +213,7 @@ class Node:
 
     def measure(self) -> None:
         """Report every metric of GPUs and ports, including errors and throttling."""
-        self.metrics.record_hardware(_hardware(self.state.host))
+        self.metrics.hardware.record_samples(_hardware(self.state.host))
 
     def collect(self) -> None:
         """Export the metrics."""

@@ -229,11 +229,11 @@ def test_metrics_are_rendered_at_most_once_a_second(
     try:
         one._identity = _identity(tmp_path)
         for _ in range(5):
-            scrape(one.address)
+            scrape(one.endpoint.address)
         now_s[0] += 1.5
-        scrape(one.address)
+        scrape(one.endpoint.address)
     finally:
-        one.close()
+        one.endpoint.close()
     assert len(made) == 2
 
 

@@ -47,7 +47,7 @@ class GpuTarget:
 
     @property
     def address(self) -> str:
-        return str(self._exporter.address)
+        return str(self._exporter.endpoint.address)
 
     def add_step(self) -> None:
         """Add one step of each rank and one sample of each GPU and port."""
@@ -78,7 +78,7 @@ class GpuTarget:
         )
 
     def close(self) -> None:
-        self._exporter.close()
+        self._exporter.endpoint.close()
 
 
 def _one_step(step: int) -> StepTable:

@@ -146,7 +146,7 @@ class OtlpExporter(Exporter):
         with guard("exporting the hardware's telemetry over OTLP"):
             if self._metrics is not None:
                 self._ensure_resource(identity)
-                self._metrics.record_hardware(hardware)
+                self._metrics.hardware.record_samples(hardware)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until little undelivered data is left, an attempt fails or the timeout passes.

@@ -74,9 +74,8 @@ class HardwareMetrics:
 
 def _describe(sample: Sample, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the attributes of all points of a GPU or a port. names: products by UUID of the GPU."""
-    if sample.kind != GPUS:
-        return {semantics.HARDWARE_ID: sample.name, semantics.HARDWARE_TYPE: "network"}
-    found = {semantics.HARDWARE_ID: sample.name, semantics.HARDWARE_TYPE: "gpu"}
+    kind = "gpu" if sample.kind == GPUS else "network"
+    found = {semantics.HARDWARE_ID: sample.name, semantics.HARDWARE_TYPE: kind}
     if sample.name in names:
         found[semantics.HARDWARE_NAME] = names[sample.name]
     return found

@@ -51,7 +51,7 @@ class MetricsPort:
     @property
     def address(self) -> ListenAddress | None:
         """The address of the open port, or None while it is closed."""
-        return None if self._exporter is None else self._exporter.address
+        return None if self._exporter is None else self._exporter.endpoint.address
 
     def open_or_update(self, sidecar: Sidecar) -> None:
         """Open the port if a rank's settings request it. Update its values if it is open.
@@ -86,18 +86,18 @@ class MetricsPort:
         """
         if self._exporter is None:
             return
-        scrapes, began_s = self._exporter.scrapes, self._clock()
-        if scrapes and lingers:
+        endpoint, began_s = self._exporter.endpoint, self._clock()
+        if endpoint.scrapes and lingers:
             # After a single scrape, the interval is not known, so the whole timeout is used.
-            interval_s = (scrapes[-1] - scrapes[0]) or self._last_scrape_timeout_s
+            interval_s = (endpoint.scrapes[-1] - endpoint.scrapes[0]) or self._last_scrape_timeout_s
             until_s = began_s + min(self._last_scrape_timeout_s, 2 * interval_s + 1)
             while (
-                self._exporter.scrapes[-1] < began_s
+                endpoint.scrapes[-1] < began_s
                 and self._clock() < until_s
                 and not termination.is_requested()
             ):
                 time.sleep(_POLL_INTERVAL_S)
-        self._exporter.close()
+        endpoint.close()
         self._exporter = None
 
     def _open_port(self, wanted: str, sidecar: Sidecar) -> None:
@@ -119,13 +119,15 @@ class MetricsPort:
                 f" {build_install_command('prometheus')}",
             )
         except OSError as error:
+            # socket.create_server() adds the address to the reason.
+            why = str(error.strerror or error).partition(" (while ")[0]
             self._note_error(
                 sidecar,
-                f"there is no /metrics at {ListenAddress.parse(wanted)}: {error.strerror or error}."
-                f" It is tried again every {_RETRY_INTERVAL_S:g} s",
+                f"there is no /metrics at {ListenAddress.parse(wanted)}: {why}. It is tried again"
+                f" every {_RETRY_INTERVAL_S:g} s",
             )
         else:
-            logger.info("/metrics at http://%s/metrics", self._exporter.address)
+            logger.info("/metrics at http://%s/metrics", self._exporter.endpoint.address)
             if self._note:
                 sidecar.state.notes = [each for each in sidecar.state.notes if each != self._note]
             sidecar.receivers.append(self._exporter)

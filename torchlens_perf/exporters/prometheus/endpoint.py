@@ -74,15 +74,12 @@ class MetricsServer:
         - answer_timeout_s: time limit for sending the response. The default is Prometheus's.
         """
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # Without SO_REUSEADDR, the port would be in TIME_WAIT for a minute after each run.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((address.host, address.port))
-            self._socket.listen(_BACKLOG)
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = socket.create_server(
+            (address.host, address.port),
+            family=family,
+            backlog=_BACKLOG,
+            dualstack_ipv6=family == socket.AF_INET6 and socket.has_dualstack_ipv6(),
+        )
         self.address = ListenAddress(address.host, self._socket.getsockname()[1])
         self._answer = answer
         self._request_timeout_s, self._answer_timeout_s = request_timeout_s, answer_timeout_s

@@ -78,17 +78,7 @@ class PrometheusExporter(Collector, Receiver):
         self._final_updates = 0
         # The newest response, with its time.
         self._answers: dict[tuple[str, int], tuple[float, MetricsResponse]] = {}
-        self._endpoint = MetricsServer(address, self._render)
-
-    @property
-    def address(self) -> ListenAddress:
-        """Address of the server. If port 0 was requested, it has the selected port."""
-        return self._endpoint.address
-
-    @property
-    def scrapes(self) -> list[float]:
-        """Start times of the last two complete responses."""
-        return self._endpoint.scrapes
+        self.endpoint = MetricsServer(address, self._render)
 
     # -- from the sidecar
 
@@ -112,7 +102,7 @@ class PrometheusExporter(Collector, Receiver):
 
     def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
         with guard("taking the hardware's telemetry over for /metrics"):
-            self._metrics.record_hardware(hardware)
+            self._metrics.hardware.record_samples(hardware)
 
     def update_node_points(self, state: NodeState, *, final: bool = False) -> None:
         """Update the node's metrics, at a limited rate because collectives take long to read."""
@@ -133,10 +123,6 @@ class PrometheusExporter(Collector, Receiver):
         if self._state is None or not self._assesses_job or self._identity is None:
             return {node_semantics.OPEN_ALERT: ()}
         return points_of_open_alerts(self._state, self._identity.run_id)
-
-    def close(self) -> None:
-        """Close the port."""
-        self._endpoint.close()
 
     # -- on the endpoint's thread
 

@@ -12,7 +12,6 @@ _UNITS = {
     "s": "seconds", "By": "bytes", "W": "watts", "J": "joules", "Cel": "celsius", "Hz": "hertz",
     "By/s": "bytes_per_second",
 }  # fmt: skip
-_RATIO = "ratio"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]+")
 
 
@@ -22,7 +21,7 @@ def prometheus_unit_suffix(unit: str, *, gauge: bool) -> str:
     The suffix of a gauge with unit 1 is "ratio". A sum with unit 1 is a count and has no suffix.
     """
     if unit == "1":
-        return _RATIO if gauge else ""
+        return "ratio" if gauge else ""
     return _UNITS.get(unit, "")
 
 
