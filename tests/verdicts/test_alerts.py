@@ -543,5 +543,5 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
             alert.sentence.endswith("This alert ends: another node judges this from now on.")
             for alert in ended
         )
-        assert not each.has_open_findings
+        assert not each.records.open_findings
         assert found(None, each) == []

@@ -102,7 +102,8 @@ class JobGeneration:
         self.module_times = ModuleTimes()
         """Module times, from the ranks of all nodes."""
         self.traces = TraceSampler(generation)
-        self._windows = MergedWindows()
+        self.windows = MergedWindows()
+        """Step times that devices have merged over all ranks, which rank 0 records."""
         self._metrics = MetricHistory()
         self._hangs = HangDetector(SILENT_S)
         self._groups: dict[str, tuple[int, ...]] = {}
@@ -150,10 +151,6 @@ class JobGeneration:
         if rows is not None:
             self.rank_rows.add_batch(rows)
             local.unsent += summary.split_rows(rows) if self.meeting_points else []
-
-    def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
-        """Add step times that devices have merged over all ranks. records: records of rank 0."""
-        self._windows.add_records(records, world_size)
 
     def set_progress(
         self,
@@ -250,10 +247,10 @@ class JobGeneration:
         if (
             self._judged is None
             or found is not self._judged_from
-            or self._windows.seen != self._windows_seen
+            or self.windows.seen != self._windows_seen
         ):
-            self._judged_from, self._windows_seen = found, self._windows.seen
-            self._judged = combine_with_windows(found, self._windows, self.places)
+            self._judged_from, self._windows_seen = found, self.windows.seen
+            self._judged = combine_with_windows(found, self.windows, self.places)
         return self._judged
 
     def add_groups_and_causes(

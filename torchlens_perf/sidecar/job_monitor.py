@@ -122,7 +122,7 @@ class JobMonitor:
             if newest:
                 self._add_judged_steps(source, judged)
                 if source.state.identity.rank == 0:
-                    self.job.add_device_windows(records, source.state.identity.world_size)
+                    self.job.windows.add_records(records, source.state.identity.world_size)
         if newest:
             source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
             with self._errors.contain(SIGNALS):
@@ -179,7 +179,7 @@ class JobMonitor:
     def update_export_part(self, sources: RingSources, now_s: float) -> NodeRole | None:
         """Return the part of the job that this node exports, or None while it is not known."""
         self.role.add_slow_ranks(self._state.findings.slow_now)
-        self.cluster.publish_slow_ranks(tuple(self.role.slow_ranks))
+        self.cluster.publish_slow_ranks(self.role.slow_ranks)
         self.role.slow_elsewhere = self.cluster.received_slow_ranks
         part, tallies = self.cluster.export_part(self.job), self.cluster.take_tallies()
         return self.role.update_part(part, self.job.rank_rows, tallies, sources, now_s)
@@ -224,7 +224,7 @@ class JobMonitor:
             links = self._links.update_verdict(
                 self._state, self.cluster, self.job, self._clock(), final=not live
             )
-        if judge is not None or self.alerts.log.has_open_findings:
+        if judge is not None or self.alerts.log.records.open_findings:
             with self._errors.contain("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in newest]
                 details = self._create_details_lookup(newest)

@@ -115,7 +115,7 @@ def replay(
                 if newly is not None:
                     job.add_steps(process.identity, process.placement, newly)
                 if origin.rank == 0:
-                    job.add_device_windows(kept, process.identity.world_size)
+                    job.windows.add_records(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 attempt = process.identity.attempt

@@ -133,10 +133,6 @@ class FindingLog:
         for each in self.records.open_findings:
             each.seen_ns = 0
 
-    @property
-    def has_open_findings(self) -> bool:
-        return bool(self.records.open_findings)
-
     def record_changes(
         self,
         attempt: int,
@@ -205,9 +201,9 @@ class FindingLog:
     def _close_finding(self, now: AlertBuilder, finding: Finding, alert: Alert) -> Alert:
         if finding.episodes:
             self.records.findings.remove(finding)
-            return alert
-        finding.until_unix_ns = now.unix_ns
-        finding.until_step = now.last_step if alert.since_step is None else alert.since_step + 1
+        else:
+            finding.until_unix_ns = now.unix_ns
+            finding.until_step = now.last_step if alert.since_step is None else alert.since_step + 1
         return alert
 
     def _close_all(self, now: AlertBuilder, why: str) -> Iterator[Alert]:
@@ -285,8 +281,9 @@ class FindingLog:
                     continue
                 finding = min(joined, key=lambda each: min(e.key[::-1] for e in each.episodes))
                 finding.name, finding.episodes = group.name, (*finding.episodes, *new)
-                parts = UPDATED, step, format_ranges(group.ranks)
-                finding.alert = now.follow(finding.alert, _judge(now, group), *parts)
+                finding.alert = now.follow(
+                    finding.alert, _judge(now, group), UPDATED, step, format_ranges(group.ranks)
+                )
                 yield finding.alert
 
     def _open_straggler(
@@ -317,21 +314,24 @@ class FindingLog:
         if before is None or before.hang is None:
             alert = now.start("hang", build_hang_verdict(hang), "hang", hang.step)
             self._open_finding(now, alert).hang = hang
-            self._note_hang_duration(hang.step, hang.since_s)
             yield alert
-            return
-        was, longest_s = before.hang, max(hang.since_s, before.hang.since_s)
-        before.hang = structs.replace(hang, since_s=longest_s, stacks=hang.stacks or was.stacks)
-        parts = UPDATED, hang.kind, format_ranges(hang.ranks)
-        before.alert = now.follow(before.alert, build_hang_verdict(before.hang), *parts)
-        self._note_hang_duration(hang.step, longest_s)
-        if (hang.kind, hang.ranks) != (was.kind, was.ranks):
-            yield before.alert
-
-    def _note_hang_duration(self, step: int, duration_s: float) -> None:
+        else:
+            was = before.hang
+            before.hang = hang = structs.replace(
+                hang, since_s=max(hang.since_s, was.since_s), stacks=hang.stacks or was.stacks
+            )
+            before.alert = now.follow(
+                before.alert,
+                build_hang_verdict(hang),
+                UPDATED,
+                hang.kind,
+                format_ranges(hang.ranks),
+            )
+            if (hang.kind, hang.ranks) != (was.kind, was.ranks):
+                yield before.alert
         of_attempt = self.records.hung_s.setdefault(self.records.attempt, {})
-        if step in of_attempt or len(of_attempt) < MAX_KEPT:
-            of_attempt[step] = duration_s
+        if hang.step in of_attempt or len(of_attempt) < MAX_KEPT:
+            of_attempt[hang.step] = hang.since_s
 
     def _record_other_changes(
         self, now: AlertBuilder, verdicts: Sequence[Verdict]

@@ -114,7 +114,7 @@ class StragglerDetector:
         rows = self._binners[rank].pop_incomplete_row() if rank in self._binners else None
         self.add_rows(rank, rows)
         for population in self._populations.values():
-            population.end_rank(rank)
+            population.ended.add(rank)
         self._changed = True
         return rows
 

@@ -51,7 +51,8 @@ class Population:
         # Numbers of the last judged row and of the first row.
         self._judged = -1
         self._first: int | None = None
-        self._ended: set[int] = set()
+        self.ended: set[int] = set()
+        """Ranks that have ended. Judging does not wait for their rows."""
         # Ranks whose open episodes include the effect of a larger workload.
         self._with_workload: set[int] = set()
         self.rows = 0
@@ -83,10 +84,6 @@ class Population:
         """Add rows, which the next call of judge() judges."""
         if (block.key >= 0).any():
             self._pending.append(block)
-
-    def end_rank(self, rank: int) -> None:
-        """Mark a rank as ended. Judging no longer waits for its rows."""
-        self._ended.add(rank)
 
     def judge(self, *, final: bool = False) -> None:
         """Judge the new rows that all ranks have, in order.
@@ -142,7 +139,7 @@ class Population:
         window = self._window
         if window is None or window.newest.max() < 0:
             return
-        frontier = window.newest_complete_row(self._ended)
+        frontier = window.newest_complete_row(self.ended)
         if self._first is None:
             self._first = window.oldest_row()
             self._judged = self._first - 1
@@ -228,7 +225,7 @@ class Population:
 
     def _end_episodes_of_ended_ranks(self, window: SlidingWindow) -> None:
         """End the episodes of ranks that have ended while other ranks still run."""
-        gone = set(window.ranks[window.newest < self._judged].tolist()) & self._ended
+        gone = set(window.ranks[window.newest < self._judged].tolist()) & self.ended
         self.episodes = [
             (
                 dataclasses.replace(each, until_step=each.last_step + 1)
