@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import secrets
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import wait
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import (
@@ -33,13 +34,9 @@ from torchlens_perf.sidecar.nodes.messages import (
 from torchlens_perf.sidecar.nodes.rendezvous import NotPublishedYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
-
-class _ExchangeSide(Protocol):
-    """The side of the exchange on this node: client.ReportSender or server.ReportCollector."""
-
-    async def work_once(self) -> float: ...
-
-    async def finish(self) -> None: ...
+if TYPE_CHECKING:
+    from torchlens_perf.sidecar.nodes.client import ReportSender
+    from torchlens_perf.sidecar.nodes.server import ReportCollector
 
 
 class Exchange:
@@ -211,7 +208,7 @@ class Exchange:
         except OSError as error:
             self._record_error(error)
 
-    def _create_side(self) -> _ExchangeSide:
+    def _create_side(self) -> ReportCollector | ReportSender:
         if self._merges:
             from torchlens_perf.sidecar.nodes.server import ReportCollector
 
@@ -229,10 +226,7 @@ class Exchange:
                 self._failing_since_s = time.monotonic()
 
 
-_loop_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-
-
+@functools.cache
 def _get_event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process, which runs on a daemon thread.
 
@@ -240,14 +234,9 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
 
     All exchanges share it, because grpc needs a single event loop in a process.
     """
-    global _loop
-    with _loop_lock:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=_loop.run_forever, name="torchlens_perf exchange", daemon=True
-            ).start()
-        return _loop
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="torchlens_perf exchange", daemon=True).start()
+    return loop
 
 
 async def _wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
