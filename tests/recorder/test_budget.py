@@ -39,8 +39,8 @@ class Job:
         `stop_ns`: time for which the process is stopped. `in_mark_ns`: the part of it in a mark
         whose cost is measured.
         """
-        steps = max(1, round(60e6 / self.step_ns), self.budget.module_period)
-        timed = max(1, steps // self.budget.module_period)
+        steps = max(1, round(60e6 / self.step_ns), self.budget.modules.period)
+        timed = max(1, steps // self.budget.modules.period)
         spent = self._spent
         self._spent = Spent(
             spent.step + steps,
@@ -63,7 +63,7 @@ def spent_on_phases(budget: Budget, step_ns: float, cost_ns: float, windows: int
     """Run windows of 64 steps without modules, in which phases cost the given time if timed."""
     spent = budget._last
     for _ in range(windows):
-        timed = 64 // budget.phase_period
+        timed = 64 // budget.phases.period
         spent = spent._replace(
             step=spent.step + 64,
             time_ns=spent.time_ns + int(64 * step_ns),
@@ -80,10 +80,10 @@ def test_device_phases_are_thinned_only_if_the_rest_exceeds_the_budget() -> None
     for cost_us, period in ((5, 1), (15, 2), (60, 8), (5000, 64)):
         budget = Budget(0.005, Spent(0, 0, 0, 0, 0, 0, 0, 0))
         spent_on_phases(budget, 4e6, cost_us * 1e3, 20)
-        assert budget.phase_period == period, cost_us
+        assert budget.phases.period == period, cost_us
         assert budget.phase_mask == (period - 1 or EVERY_STEP)
         spent_on_phases(budget, 4e9, cost_us * 1e3, 100)
-        assert budget.phase_period == 1, "steps have become longer"
+        assert budget.phases.period == 1, "steps have become longer"
 
 
 @given(
@@ -98,7 +98,7 @@ def test_cost_is_below_the_budget_and_no_more_steps_are_left_out_than_needed(
     """Half of the budget is left for what a measurement of marks does not see."""
     job = Job(share, step_ns=step_ms * 1e6, modules=modules, mark_ns=mark_ns)
     job.run(40)
-    period = job.budget.module_period
+    period = job.budget.modules.period
 
     possible = job.share(1 << 20) < 0.5 * share
     assert job.share(period) <= 0.5 * share * 1.01 or not possible or period == 1024
@@ -108,10 +108,10 @@ def test_cost_is_below_the_budget_and_no_more_steps_are_left_out_than_needed(
 def test_modules_are_timed_again_in_every_step_if_that_becomes_cheap() -> None:
     job = Job(0.01, step_ns=5e6, modules=500, mark_ns=800)
     job.run(20)
-    assert job.budget.module_period >= 8
+    assert job.budget.modules.period >= 8
     job.step_ns *= 100
     job.run(200)
-    assert job.budget.module_period == 1
+    assert job.budget.modules.period == 1
 
 
 def test_interrupted_hook_does_not_change_the_period() -> None:
@@ -120,7 +120,7 @@ def test_interrupted_hook_does_not_change_the_period() -> None:
     job.run(20)
     for _ in range(20):
         job.run_window(other_ns=5e6)
-        assert job.budget.module_period == 1
+        assert job.budget.modules.period == 1
         job.run(6)
 
 
@@ -137,20 +137,20 @@ def test_stop_in_a_mark_does_not_make_recording_look_expensive(
     """A process is stopped three times in succession, and later every tenth window."""
     job = Job(0.01, step_ns=20e6, modules=modules, mark_ns=400)
     job.run(20)
-    period, mark_ns = job.budget.module_period, job.budget.mark_ns
+    period, mark_ns = job.budget.modules.period, job.budget.mark_ns
     for calm in (0, 0, 7, *[9] * 10):
         job.run_window(0, abs(stop_ns), stop_ns)
-        assert (job.budget.module_period, job.budget.mark_ns) == (period, mark_ns)
+        assert (job.budget.modules.period, job.budget.mark_ns) == (period, mark_ns)
         job.run(calm)
 
 
 def test_stop_between_marks_does_not_change_the_period() -> None:
     job = Job(0.01, step_ns=20e6, modules=5000, mark_ns=400)
     job.run(20)
-    period = job.budget.module_period
+    period = job.budget.modules.period
     for _ in range(20):
         job.run_window(0, 20e9)
-        assert job.budget.module_period == period > 1
+        assert job.budget.modules.period == period > 1
         job.run(6)
 
 
@@ -160,10 +160,10 @@ def test_noisy_steps_do_not_change_the_period_all_the_time() -> None:
     job = Job(0.01, step_ns=step_ns, modules=300, mark_ns=500)
     job.run(20)
     for _ in range(500):
-        before = job.budget.module_period
+        before = job.budget.modules.period
         job.step_ns = step_ns * draw.uniform(0.8, 1.2)
         job.run(1)
-        changes += job.budget.module_period != before
+        changes += job.budget.modules.period != before
     assert changes <= 5
 
 

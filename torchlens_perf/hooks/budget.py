@@ -36,8 +36,8 @@ class BudgetHook:
         def publish() -> None:
             session.facts.recording = {
                 "mark_ns": budget.mark_ns,
-                "module_period": budget.module_period,
-                "phase_period": budget.phase_period,
+                "module_period": budget.modules.period,
+                "phase_period": budget.phases.period,
             }
             session.publish()
 

@@ -61,6 +61,7 @@ class _Level:
 
     @property
     def period(self) -> int:
+        """The number of steps of which one is timed."""
         return 1 << self._level
 
     def choose(self, limit_ns: float, cost_ns: float) -> bool:
@@ -90,7 +91,7 @@ class Budget:
         """share: largest share of the training time that recording may take."""
         self._share = share
         self._last = start
-        self._modules, self._phases = _Level(10), _Level(6)
+        self.modules, self.phases = _Level(10), _Level(6)
         self._calls_per_step = 0.0
         self._phases_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
         self._marks_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
@@ -100,22 +101,12 @@ class Budget:
     @property
     def module_mask(self) -> int:
         """Value for Recorder.module_mask."""
-        return self.module_period - 1
-
-    @property
-    def module_period(self) -> int:
-        """Modules are timed in one step of this many."""
-        return self._modules.period
+        return self.modules.period - 1
 
     @property
     def phase_mask(self) -> int:
         """Value for Recorder.phase_mask."""
-        return self.phase_period - 1 if self.phase_period > 1 else EVERY_STEP
-
-    @property
-    def phase_period(self) -> int:
-        """Phases are timed on the device in one step of this many."""
-        return self._phases.period
+        return self.phases.period - 1 if self.phases.period > 1 else EVERY_STEP
 
     @property
     def mark_ns(self) -> float | None:
@@ -149,8 +140,8 @@ class Budget:
         others_ns = statistics.median(self._others_ns)
         # Cost of phases in a step in which they are timed on the device.
         phases_ns = statistics.median(self._phases_ns) if self._phases_ns else 0.0
-        fixed_ns = others_ns + phases_ns / self.phase_period
+        fixed_ns = others_ns + phases_ns / self.phases.period
         limit_ns = max(whole_ns - fixed_ns, _LEAST_SHARE * fixed_ns)
-        changed = self._modules.choose(limit_ns, mark_ns * self._calls_per_step)
+        changed = self.modules.choose(limit_ns, mark_ns * self._calls_per_step)
         limit_ns = max(whole_ns - others_ns, _LEAST_SHARE_OF_PHASES * others_ns)
-        return self._phases.choose(limit_ns, phases_ns) or changed
+        return self.phases.choose(limit_ns, phases_ns) or changed
