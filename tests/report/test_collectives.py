@@ -176,7 +176,6 @@ def test_last_rank_of_a_group_on_several_nodes_is_unknown() -> None:
         text for heading, text in found.items() if heading.startswith("transfer ")
     ).startswith("<= ")
     assert found["bus bandwidth"] == ">= 4.5 GB/s"
-    assert "waits are lower bounds" in table_of([row]).note
 
 
 def test_last_rank_of_a_group_within_one_of_several_nodes_is_known() -> None:
@@ -232,7 +231,6 @@ def test_table_of_collectives_marks_bounds_and_explains_missing_values() -> None
     assert cells(rows, "allgather")["comm wait ms"].startswith("~ ")
     assert cells(rows, "allgather")["bus bandwidth"] == ">= 7.0 GB/s"
     assert cells(rows, "allreduce")["comm wait ms"] == "-"
-    assert "the wait is how much earlier it was issued" in note
     assert "allreduce: the backend does not report the end" in note
 
 
@@ -246,7 +244,6 @@ def test_kernel_times_give_exact_bandwidth_and_wait() -> None:
 
     assert (row["by_device"], row["ended"]) == (3, 3)
     assert cells([row], "allgather")["bus bandwidth"] == "7.0 GB/s"
-    assert "the wait is how much earlier its kernel began" in table_of([row]).note
 
 
 def test_table_of_many_collectives_is_short_and_without_control_characters() -> None:

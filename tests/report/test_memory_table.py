@@ -96,7 +96,7 @@ def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
 
 def shown(report: dict[str, Any]) -> str:
     file = io.StringIO()
-    print_report(report, file, "runs/x")
+    print_report(report, file, "runs/x", whole=True)
     return file.getvalue()
 
 
@@ -126,7 +126,6 @@ def test_memory_table_without_problems_has_no_notes(run: RunDirectory) -> None:
     assert "  Device memory" in text
     assert "21.5 GB" in text
     assert "25%" in text
-    assert "at most 15 steps before the last step" in text
     assert not [note for note in report["quality"]["notes"] if "retries" in note or "grows" in note]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
@@ -12,9 +11,8 @@ from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
-from torchlens_perf.verdicts.words.report import LostTime, PathClass, Report
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
-from torchlens_perf.view.lost_time_tables import build_critical_path_table
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.tables import build_tables
 
@@ -164,14 +162,3 @@ def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) ->
     same = {"work_s": row.evidence.work_s}
     report["ranks"] = [{**rank, "typical": {**rank["typical"], **same}} for rank in report["ranks"]]  # type: ignore[typeddict-item]
     assert found(report, "ranks").note == ""
-
-
-@pytest.mark.parametrize(("name", "is_told"), [("cpu", True), ("forward", False)])
-def test_critical_path_says_that_waits_for_a_cpu_are_a_row_of_their_own(
-    name: str, is_told: bool
-) -> None:
-    lost = LostTime(3, 99, 97, 0.1, [PathClass(name, 0.1, 1.0, [])], [], 0.0)
-    table = build_critical_path_table(cast("Any", {"lost_time": lost, "run": {"world_size": 1}}))
-
-    assert table is not None
-    assert ("Waits for a CPU are in the row of CPU contention only." in table.note) == is_told

@@ -36,7 +36,8 @@ def build_collective_table(report: Report) -> Table | None:
         Column("bytes", [row["bytes"] for row in rows], Quantity.BYTES, 0.5),
         Column("duration p50", [row["duration_s"]["p50_s"] for row in rows], optional=0.4),
         Column("comm wait", [value for _, value in waits], marks=[mark for mark, _ in waits],
-               help="Mean time that a rank waits for the last rank."),
+               help="Mean time that a rank waits for the last rank. Of asynchronous operations (~): the time from"
+               " their issue on this rank to that on the last one."),
         Column("transfer", [value for _, value in transfers], optional=0.6, marks=[mark for mark, _ in transfers],
                help="Median duration from the arrival of the last rank to the end."),
         Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7,
@@ -50,11 +51,11 @@ def build_collective_table(report: Report) -> Table | None:
                    "Share of operations in which this rank arrived last."),
         ),
     ]  # fmt: skip
-    note = " ".join(_build_notes(rows[:_FIRST_ROWS]))
     slow = frozenset(at for at, row in enumerate(rows) if row["slowest_rank"] in late)
     return Table(
-        "collectives", "Collectives", columns, slow, _FIRST_ROWS, note, "collective", "comm wait"
-    )
+        "collectives", "Collectives", columns, slow, _FIRST_ROWS, _why_unknown(rows[:_FIRST_ROWS]),
+        "collective", "comm wait",
+    )  # fmt: skip
 
 
 def build_slow_link_table(report: Report) -> Table | None:
@@ -132,21 +133,12 @@ def _last_rank_and_share(row: Collective) -> tuple[int | None, float | None]:
     )
 
 
-def _build_notes(rows: Sequence[Collective]) -> list[str]:
-    """Return notes on missing and estimated values in these rows, with the reasons."""
-    notes = []
-    if any(row["asynchronous"] and row["joined"] for row in rows):
-        on_device = any(row["by_device"] for row in rows)
-        what = "its kernel began" if on_device else "it was issued"
-        notes.append(
-            f"~~ marks asynchronous operations: the wait is how much earlier {what} than on the"
-            " last rank, not time that a rank was blocked."
-        )
-    if any(row["joined"] and not row["joined_whole"] for row in rows):
-        notes.append("Each node compares only its own ranks, so waits are lower bounds (>=).")
+def _why_unknown(rows: Sequence[Collective]) -> str:
+    """Return sentences on the operations whose waits are not known, with the reasons."""
     unknown = [row for row in rows if row["wait_s"]["mean_s"] is None]
-    notes += dict.fromkeys(f"{row['operation']}: {_why_not_compared(row)}." for row in unknown)
-    return notes
+    return " ".join(
+        dict.fromkeys(f"{row['operation']}: {_why_not_compared(row)}." for row in unknown)
+    )
 
 
 def _why_not_compared(row: Collective) -> str:

@@ -54,7 +54,7 @@ def _known(values: Iterable[float | None]) -> list[Value]:
 
 
 def _describe_job(goodput: Goodput) -> str:
-    """Return sentences on restarts, unmeasured classes and energy."""
+    """Return sentences on restarts and energy."""
     found = []
     count = len(goodput.attempts)
     lost = goodput.lost_steps
@@ -63,8 +63,6 @@ def _describe_job(goodput: Goodput) -> str:
         known = "an unknown number of steps" if lost is None else format_count(lost, "step")
         by = f" (by {source})" if source else ""
         found.append(f"{count} attempts, which made {known} again{by}.")
-    if any(each.seconds is None for each in goodput.classes.values()):
-        found.append("Time of classes that were not measured counts as productive.")
     per_step, per_token = goodput.energy_j_per_step, goodput.energy_j_per_token
     if per_step is not None:
         each = "" if per_token is None else f", {format_rounded(per_token)} J per token"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
-from torchlens_perf.analysis.statistics.time_account import CPU
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.rank_ranges import format_rank_list
-from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.theme import PARTS
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
 _MIN_SHARE = 0.005
 """Smaller classes are left out."""
-_WITHOUT_WAITS = " Waits for a CPU are in the row of CPU contention only."
 _NAMES = {
     "data": "waiting for data",
     "communication": "exposed communication",
@@ -37,15 +34,8 @@ def build_critical_path_table(report: Report) -> Table | None:
         Column("per step", [each.s_per_step for each in rows], help="Mean over all steps."),
         Column("share of step", [each.share for each in rows], Quantity.SHARE),
     ]
-    several = report["run"]["world_size"] > 1
-    which = format_step_range(lost.first_step, lost.last_step + 1)
-    note = (
-        f"{'In each step, the path follows the rank for which all others wait. ' if several else ''}"
-        f"Mean of the usual steps {which}, with what other steps of the run add."
-        f"{_WITHOUT_WAITS if any(each.name == CPU for each in rows) else ''}"
-    )
     title = f"Critical path of a mean step ({format_duration(lost.step_s)})"
-    return Table("critical_path", title, columns, first=8, note=note, noun="part",
+    return Table("critical_path", title, columns, first=8, noun="part",
                  ranged="per step")  # fmt: skip
 
 
@@ -54,14 +44,10 @@ def build_change_table(report: Report) -> Table | None:
     lost = report["lost_time"]
     if lost is None or not lost.changes:
         return None
-    note = (
-        "Each change alone; gains do not add up. Without a change, the replay differs from the"
-        f" recorded steps by {format_percent(lost.drift_share)}."
-    )
-    return build_gain_table(lost.changes, note)
+    return build_gain_table(lost.changes)
 
 
-def build_gain_table(changes: Sequence[PredictedChange], note: str = "") -> Table:
+def build_gain_table(changes: Sequence[PredictedChange]) -> Table:
     """Return a table of predicted gains."""
     unit_of = max((abs(each.gain_s) for each in changes), default=0.0)
     columns = [
@@ -71,7 +57,7 @@ def build_gain_table(changes: Sequence[PredictedChange], note: str = "") -> Tabl
         Column("at most", [each.high_s for each in changes], unit_of=unit_of),
         Column("share of step", [each.share for each in changes], Quantity.CHANGE),
     ]
-    return Table("changes", "Predicted gains of changes", columns, note=note, noun="change")
+    return Table("changes", "Predicted gains of changes", columns, noun="change")
 
 
 def _class_name(each: PathClass) -> str:

@@ -282,10 +282,9 @@ def build_memory_table(report: Report) -> Table | None:
             ),
         ),
     ]
-    age = max((each["age_steps"] or 0 for each in devices), default=0)
-    note = f"Values were read at the end of a step, at most {age} steps before the last step."
+    note = ""
     if any(each["peak_resets"] for each in devices):
-        note += " The job resets the allocator's peak, so the highest peak may be missing."
+        note = "The job resets the allocator's peak, so the highest peak may be missing."
     return Table("memory", "Device memory", columns, slow, first, note, "rank", "reserved")
 
 

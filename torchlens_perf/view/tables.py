@@ -393,15 +393,15 @@ def build_out_of_memory_table(report: Report) -> Table | None:
                 *columns_if(
                     events,
                     Column(
-                        "new blocks", [each["new_blocks"] for each in blocks], Quantity.NUMBER, 0.5
+                        "new blocks",
+                        [each["new_blocks"] for each in blocks],
+                        Quantity.NUMBER,
+                        0.5,
+                        f"Blocks within the last {events} allocations and frees.",
                     ),
                 ),
             ]
             note = f"The full list is in {oom['file']}."
-            if events:
-                note = (
-                    f"New blocks are those within the last {events} allocations and frees. {note}"
-                )
             title = f"Memory of rank {oom['rank']} when it ran out"
             return Table(
                 "out_of_memory",

@@ -85,21 +85,14 @@ def _or_unknown(share: float | None) -> Value:
 def _note(job: Utilization) -> str:
     if job.not_measured:
         return f"FLOPs are not measured: {job.not_measured}."
-    steps = job.counted_steps
-    text = f"Counted in {steps} step{'s' if steps != 1 else ''}. "
-    if job.attention_flops:
-        text += job.convention
-        if job.causal_attention_flops and job.mfu_causal_half is not None:
-            text += (
-                f" With half of the causal attention, MFU is {format_percent(job.mfu_causal_half)}."
-            )
-    else:
-        text += "There is no fused attention."
+    text = ""
+    if job.causal_attention_flops and job.mfu_causal_half is not None:
+        text = f"With half of the causal attention, MFU is {format_percent(job.mfu_causal_half)}. "
     if job.peak_flops_per_s is not None:
-        text += f" Peak: {format_flops(job.peak_flops_per_s, 'FLOP/s')}, {job.peak_source}."
+        text += f"Peak: {format_flops(job.peak_flops_per_s, 'FLOP/s')}, {job.peak_source}."
     else:
         precisions = ", ".join(job.precisions)
-        text += f" MFU is not measured: no peak is known for {precisions} on this device."
+        text += f"MFU is not measured: no peak is known for {precisions} on this device."
     names = [f"{each.operator} ({format_percent(each.share)})" for each in job.uncounted[:3]]
     return f"{text} Without a formula: {', '.join(names)}." if names else text
 
