@@ -24,6 +24,7 @@ from torchlens_perf.page.sections.overview import _state_text
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Table
+from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.theme import PARTS
 
 HOSTILE = (
@@ -318,6 +319,7 @@ def test_long_names_are_shortened_with_a_tooltip(shown: PageContents) -> None:
     """A module's name has ten thousand characters."""
     changed = copy.deepcopy(shown)
     changed["report"]["modules"][0]["name"] = "layer." * 1700
+    changed["tables"] = build_tables(changed["report"])
     page = Parsed(build_document(changed))
     titles = [
         attributes["title"]

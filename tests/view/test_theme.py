@@ -27,3 +27,10 @@ def test_style_sheet_has_each_color_for_light_dark_and_chosen_theme() -> None:
 
     for key in [*(f"part-{part}" for part in theme.PARTS), *theme.SEVERITIES, "slower", "faster"]:
         assert len(re.findall(rf"--{key}: #[0-9a-f]{{6}};", text)) == 3
+
+
+def test_each_part_of_a_step_has_a_character_of_its_own() -> None:
+    glyphs = [part.glyph for part in theme.PARTS.values()]
+
+    assert len(set(glyphs)) == len(glyphs)
+    assert all(len(glyph) == 1 for glyph in glyphs)

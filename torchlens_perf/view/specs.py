@@ -199,8 +199,6 @@ class Bar:
     rank: int | None = None
     """The rank that a click on the bar selects."""
     slow: bool = False
-    heading: str = ""
-    """Heading above this bar and the following ones."""
 
     @property
     def total(self) -> float:

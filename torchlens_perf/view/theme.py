@@ -24,22 +24,24 @@ class Color:
 
 @dataclasses.dataclass(frozen=True)
 class StepPart:
-    """The name and the colour of a part of a step."""
+    """The name, the colour and the character of a part of a step, the same on all screens."""
 
     name: str
     color: Color
+    glyph: str
+    """What bars of a terminal are made of, which tells parts apart without colours."""
 
 
 PARTS: Mapping[str, StepPart] = {
-    "data": StepPart("data", Color("#e69f00", "#e69f00", "yellow")),
-    "forward": StepPart("forward", Color("#009e73", "#2bb68d", "green")),
-    "recompute": StepPart("recompute", Color("#cc79a7", "#cc79a7", "magenta")),
-    "backward": StepPart("backward", Color("#0072b2", "#3a93cf", "blue")),
-    "optimizer": StepPart("optimizer", Color("#56b4e9", "#7cc7f2", "cyan")),
-    "communication": StepPart("comm wait", Color("#b6bcc4", "#5b6570", "bright_black")),
-    "host": StepPart("host code", Color("#8d7b68", "#a8947f", "white")),
-    "cpu": StepPart("CPU contention", Color("#6f42c1", "#a37eea", "bright_magenta")),
-    "tool": StepPart("torchlens_perf", Color("#8a7a00", "#b3a125", "bright_yellow")),
+    "data": StepPart("data", Color("#e69f00", "#e69f00", "yellow"), "="),
+    "forward": StepPart("forward", Color("#009e73", "#2bb68d", "green"), "█"),
+    "recompute": StepPart("recompute", Color("#cc79a7", "#cc79a7", "magenta"), ":"),
+    "backward": StepPart("backward", Color("#0072b2", "#3a93cf", "blue"), "▓"),
+    "optimizer": StepPart("optimizer", Color("#56b4e9", "#7cc7f2", "cyan"), "▒"),
+    "communication": StepPart("comm wait", Color("#b6bcc4", "#5b6570", "bright_black"), "░"),
+    "host": StepPart("host code", Color("#8d7b68", "#a8947f", "white"), "▚"),
+    "cpu": StepPart("CPU contention", Color("#6f42c1", "#a37eea", "bright_magenta"), "/"),
+    "tool": StepPart("torchlens_perf", Color("#8a7a00", "#b3a125", "bright_yellow"), "·"),
 }
 """Parts of a step by their names in run.records.PARTS.
 

@@ -471,27 +471,6 @@ def test_rank_bars_have_the_numbers_of_the_report_and_select_a_rank(
     assert "chosen" in row.get_attribute("class")
 
 
-def test_slow_module_is_drawn_as_a_pair_of_bars(tab: Tab, shown: PageContents) -> None:
-    """The slowest rank's bar is followed by the median of the others.
-
-    The slow rank has a different colour.
-    """
-    tab.show("modules")
-    row = shown["report"]["modules"][0]
-    slowest = max(row["by_rank"], key=lambda rank: row["by_rank"][rank])
-    bars = tab.page.locator("#modules-bars .bars > div")
-    first = bars.nth(0)
-    assert first.locator(".label").inner_text() == f"rank {slowest} (slowest)"
-    assert first.locator(".value").inner_text() == format_duration(row["by_rank"][slowest])
-    assert bars.nth(1).locator(".label").inner_text() == "median of the other ranks"
-    slower = tab.value("(() => { const made = document.createElement('i'); made.style.color = "
-                       "torchlens.colours().slower; document.body.append(made); const found = "
-                       "getComputedStyle(made).color; made.remove(); return found; })()")  # fmt: skip
-    assert int(slowest) == SLOW_RANK
-    assert tab.value(f"getComputedStyle(document.querySelector('#modules-bars [data-rank=\"{slowest}\"] rect')).fill"
-                     ) == slower  # fmt: skip
-
-
 # -- export
 
 

@@ -179,7 +179,7 @@ def test_run_list_and_live_page_show_the_numbers_of_the_report(
 def test_report_in_a_terminal_shows_the_numbers_of_its_json(
     run: Path, facts: dict[str, str], terminal_of: Any
 ) -> None:
-    assert missing(facts, terminal_of("report", str(run)).screen("p95")) == {}
+    assert missing(facts, terminal_of("report", "--all", str(run)).screen("p95")) == {}
 
 
 def test_top_in_a_terminal_shows_the_numbers_of_the_report(

@@ -105,7 +105,7 @@ def _build_step_bar(bar: Bar, report: Report) -> Element:
         tag(
             "li",
             draw_swatch(part),
-            f"{part_name(report, part, bar.seconds[part])} ",
+            f"{PARTS[part].glyph} {part_name(report, part, bar.seconds[part])} ",
             tag("b", format_percent(share)),
         )
         for part, _, share in bar.segments(bar.total)
