@@ -27,7 +27,6 @@ from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.what_if import Replay
 from torchlens_perf.run.training_settings import (
     DdpSettings,
-    FsdpSettings,
     LoaderSettings,
     OptimizerSettings,
     TrainingSettings,
@@ -37,9 +36,9 @@ from torchlens_perf.verdicts.words.report import LostTime
 
 GB, STEPS = 1 << 30, 64
 CLEAN = {"forward": 20.0, "backward": 40.0}
-LOADER = LoaderSettings(workers=2, pin_memory=True, prefetch_factor=2)
+LOADER = LoaderSettings(workers=2, pin_memory=True)
+RESTARTED = dataclasses.replace(LOADER, restarts=8, restart_ns=400_000_000)
 DDP = DdpSettings(25 << 20, False, False, False, 400 << 20, 0)
-FSDP = FsdpSettings(12, 11, 0)
 ADAM = OptimizerSettings("AdamW", 100, "cpu")
 CPU = {"cpus": 8, "threads": 2, "workers": 0, "others_share": None, "programs": [], "ranks": None}
 SUMS = {"operation": "allreduce", "group": "0", "description": "dp", "dtype": "float32",
@@ -60,10 +59,6 @@ def device(used: float = 0.9, caught_up: float = 0.1, retries: Any = None) -> di
 def long(kind: str, total_ms: float, part: str = "host", **changed: Any) -> dict[str, Any]:
     row = {"kinds": [kind] if kind else [], "part": part, "count": 4, "total_s": total_ms / 1e3}
     return {**row, "period": None, "waited_for": None, **changed}
-
-
-def section(name: str) -> list[dict[str, Any]]:
-    return [{"name": name, "host_s_per_typical_step": 0.02}]
 
 
 def make_job(
@@ -122,20 +117,16 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         {"settings": {"loader": LOADER}},
         {"rank": {"cpu": {**CPU, "cpus": 4}}},
     ),
-    "prefetch-factor": (
-        (CLEAN,),
-        {"settings": {"loader": LOADER}, "steps": {"long": [long("", 800, "data")]}},
-        {"settings": {"loader": dataclasses.replace(LOADER, prefetch_factor=8)}},
+    "persistent-workers": (
+        (WAITS,),
+        {"settings": {"loader": RESTARTED}},
+        # Each epoch has a new loader, which is iterated once.
+        {"settings": {"loader": dataclasses.replace(RESTARTED, restarts=0, restart_ns=0)}},
     ),
     "pin-memory": (
         (WAITS,),
         {**GPU, "settings": {"loader": dataclasses.replace(LOADER, pin_memory=False)}},
         {"run": {"device": None}},
-    ),
-    "tokenize-before-training": (
-        (WAITS,),
-        {"settings": {"loader": dataclasses.replace(LOADER, has_tokenizer=True)}},
-        {"settings": {"loader": LOADER}},
     ),
     "ddp-bucket-size": (
         EXPOSED,
@@ -165,16 +156,6 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         MOSTLY_EXPOSED,
         {"settings": {"ddp": DDP}, "collectives": [{**SUMS, "bytes": 4 << 20}]},
         {"uses": EXPOSED},
-    ),
-    "fsdp-keep-parameters": (
-        EXPOSED,
-        {**HALF_EMPTY, "settings": {"fsdp": FSDP}},
-        FULL,
-    ),
-    "fsdp-prefetch": (
-        EXPOSED,
-        {**GPU, "rank": device(caught_up=0.7), "settings": {"fsdp": FSDP}},
-        {"settings": {"fsdp": dataclasses.replace(FSDP, prefetching=11)}},
     ),
     "fused-optimizer": (
         ({**CLEAN, "optimizer": 20.0},),
@@ -237,7 +218,6 @@ def changed_part(key: str, part: str, **fields: Any) -> dict[str, Any]:
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("loader-workers", changed_part("loader-workers", "loader", is_iterable=True)),
     ("more-loader-workers", changed_part("more-loader-workers", "loader", is_iterable=True)),
-    ("tokenize-before-training", {"settings": {}, "sections": section("token_mixer")}),
     ("ddp-unused-parameters", changed("ddp-unused-parameters", zeroes_gradients=True)),
     (
         "accumulate-gradients",
@@ -249,9 +229,9 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
     ("more-loader-workers", changed_part("more-loader-workers", "loader", workers=0)),
     ("more-loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
-    ("prefetch-factor", changed_part("prefetch-factor", "loader", workers=0)),
-    ("prefetch-factor", {"steps": {"long": [long("", 100, "data")]}}),
-    ("prefetch-factor", {"uses": ({**CLEAN, "data": 20.0},)}),
+    ("persistent-workers", changed_part("persistent-workers", "loader", persistent_workers=True)),
+    ("persistent-workers", changed_part("persistent-workers", "loader", workers=0)),
+    ("persistent-workers", changed_part("persistent-workers", "loader", restart_ns=4_000_000)),
     ("pin-memory", changed_part("pin-memory", "loader", pin_memory=True)),
     ("pin-memory", {"uses": ({**CLEAN, "data": 3.0},)}),
     ("ddp-bucket-size", {"uses": SLIGHTLY_EXPOSED}),
@@ -262,11 +242,6 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("ddp-static-graph", changed_part("ddp-static-graph", "ddp", find_unused_parameters=False)),
     ("ddp-no-sync", {"steps": {"micro_steps": 1}}),
     ("accumulate-gradients", {"steps": {"micro_steps": 2}}),
-    ("fsdp-keep-parameters", changed_part("fsdp-keep-parameters", "fsdp", resharding=0)),
-    ("fsdp-keep-parameters", {"uses": SLIGHTLY_EXPOSED}),
-    ("fsdp-prefetch", changed_part("fsdp-prefetch", "fsdp", modules=2)),
-    ("fsdp-prefetch", {"rank": device(caught_up=0.3)}),
-    ("fsdp-prefetch", {"uses": SLIGHTLY_EXPOSED}),
     ("fused-optimizer", changed_part("fused-optimizer", "optimizer", fused=True)),
     (
         "fused-optimizer",
@@ -360,7 +335,7 @@ def test_rule_abstains_where_no_setting_and_no_cpu_is_known(key: str) -> None:
 def test_clean_balanced_job_gets_no_precise_action(ranks: int) -> None:
     uses = {**CLEAN, "data": 0.5, "host": 1.0, "optimizer": 1.5, "cpu": 0.3}
     settings = {
-        "loader": dataclasses.replace(LOADER, workers=0, has_tokenizer=True), "ddp": DDP, "optimizer": ADAM,
+        "loader": dataclasses.replace(LOADER, workers=0), "ddp": DDP, "optimizer": ADAM,
         "compiled": False, "zeroes_gradients": True,
     }  # fmt: skip
     rows = [long("garbage collection", 20), long("saving", 50), long("", 60, "data", period=16)]
@@ -386,13 +361,13 @@ def test_short_wait_is_not_worth_a_worker() -> None:
 
 
 def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
-    settings = {"loader": dataclasses.replace(LOADER, pin_memory=False, has_tokenizer=True)}
+    settings = {"loader": dataclasses.replace(RESTARTED, pin_memory=False)}
     job = make_job({**CLEAN, "data": 40.0}, **GPU, settings=settings)
     found = find_actions(job, verdict("data_bound", "data"))
 
     assert [each.rule.key for each in found] == [
-        "tokenize-before-training",
         "more-loader-workers",
+        "persistent-workers",
         "pin-memory",
     ]
 

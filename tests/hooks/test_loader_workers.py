@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils import fetch
 
 from tests.support.recording import recorded, ring_of_this_process
@@ -128,3 +128,24 @@ def test_communication_of_the_rank_that_waits_least_hides_no_wait_for_data() -> 
 
     assert moved[..., PARTS.index("data")].tolist() == [[25], [25]]
     assert moved[..., PARTS.index("communication")].tolist() == [[5], [5]]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_only_iterators_of_the_same_loader_are_restarts(tmp_path: Path, is_same: bool) -> None:
+    """A loader that is made for each epoch starts its workers in any case."""
+    rows = TensorDataset(torch.ones(16, 4))
+    model, loader = nn.Linear(4, 4), DataLoader(rows, batch_size=4, num_workers=1)
+    other = DataLoader(rows, batch_size=8, num_workers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer) as recording:
+        for _ in range(4):
+            for (batch,) in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+            assert sum(len(batch) for (batch,) in other) == 16
+            if not is_same:
+                loader = DataLoader(rows, batch_size=4, num_workers=1)
+
+    found = recording.metadata["training"]["loader"]
+    assert found["restarts"] == (3 if is_same else 0)
+    assert (found["restart_ns"] > 0) == is_same

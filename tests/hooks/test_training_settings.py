@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -53,10 +52,10 @@ def train(
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_loader_optimizer_and_gradients_are_read(tmp_path: Path, to_none: bool) -> None:
-    found = train(tmp_path, nn.Linear(4, 4), to_none=to_none, num_workers=1, prefetch_factor=3)
+    found = train(tmp_path, nn.Linear(4, 4), to_none=to_none, num_workers=1)
 
     assert found.loader is not None
-    assert (found.loader.workers, found.loader.prefetch_factor) == (1, 3)
+    assert (found.loader.workers, found.loader.persistent_workers) == (1, False)
     assert not found.loader.is_iterable
     assert found.optimizer is not None
     assert (found.optimizer.kind, found.optimizer.tensors) == ("AdamW", 2)
@@ -64,7 +63,7 @@ def test_loader_optimizer_and_gradients_are_read(tmp_path: Path, to_none: bool) 
     assert found.optimizer.can_fuse
     assert found.zeroes_gradients is not to_none
     assert found.compiled is False
-    assert (found.ddp, found.fsdp, found.cuda_graphs) == (None, None, None)
+    assert (found.ddp, found.cuda_graphs) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -180,18 +179,3 @@ def test_arguments_of_ddp_are_read(tmp_path: Path, inside: bool) -> None:
     assert (found.bucket_bytes, found.gradient_bytes, found.unused) == (7 << 20, 80, 2)
     assert found.find_unused_parameters
     assert not found.static_graph
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("reshard", [True, False])
-def test_settings_of_fsdp2_are_read(tmp_path: Path, reshard: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=reshard)
-    fully_shard(model)
-    model[0].set_modules_to_forward_prefetch([model[1]])
-    found = train(tmp_path, model).fsdp
-
-    assert found is not None
-    assert (found.modules, found.prefetching) == (3, 1)
-    assert found.resharding == (2 if reshard else 0)

@@ -71,8 +71,9 @@ class DataHook:
         @guard("settings of a DataLoader")
         def note_loader(iterator: Any) -> None:
             note = hook._note_loader
-            if note is not None and not note(iterator):
-                hook._note_loader = None
+            if note is not None:
+                hook._workers.choose_loader(iterator)
+                hook._note_loader = note if note(iterator) else None
 
         @guard("size of a batch")
         def add_workload_of_batch(iterator: Any, batch: Any) -> None:
@@ -90,11 +91,11 @@ class DataHook:
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)
-            timed = hook._workers.begin_start(self)
+            began_ns, timed = recorder.now_ns(), hook._workers.begin_start(self)
             try:
                 return start(self)
             finally:
-                hook._workers.end_start(timed)
+                hook._workers.end_start(timed, self, session, recorder.now_ns() - began_ns)
                 recorder.end(_DATA, workers)
 
         torch_private.break_graph_at(timed_next)

@@ -1,4 +1,4 @@
-"""Measure how long the workers of a DataLoader take for a batch.
+"""Measure how long the workers of a DataLoader take for a batch, and count how often they start.
 
 A rank whose loader is too slow may hardly wait for data: while it waits in communication for a rank
 with an equally slow loader, its own batch becomes ready. Without the time that its workers need,
@@ -11,6 +11,7 @@ with the training process. Other workers are not measured.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 import time
@@ -20,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks.loop.passed_optimizers import create_reference
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 
@@ -60,15 +62,24 @@ class _WorkerTimes:
 
 
 class LoaderWorkersHook:
-    """Hook that measures the workers of the loader from which steps take their first batch."""
+    """Hook that measures the workers of the loader from which steps take their first batch, and
+    counts the starts of workers of the loader whose settings were read (training_settings.py).
+    """
 
     name = "loader workers"
 
     def __init__(self) -> None:
+        # A loader has a sampler of its own, by which its iterators are known.
+        self._sampler: Callable[[], Any] = lambda: None
         self._iterator: weakref.ref[Any] | None = None
         self._before: tuple[list[int], int, int] = ([], 0, 0)
         self._published_ns = 0
         self._times: _WorkerTimes | None = None
+
+    @guard("the sampler of a DataLoader")
+    def choose_loader(self, iterator: Any) -> None:
+        """Count starts of workers of this iterator's loader from now on."""
+        self._sampler = create_reference(iterator._index_sampler)
 
     def note_batch(self, iterator: Any) -> None:
         """Keep a weak reference to the iterator of the first batch since the last reading."""
@@ -105,10 +116,20 @@ class LoaderWorkersHook:
         return timed
 
     @guard("timing a DataLoader's workers")
-    def end_start(self, timed: ExitStack | None) -> None:
-        """Put the functions back."""
-        if timed is not None:
-            timed.close()
+    def end_start(
+        self, timed: ExitStack | None, loader: Any, session: Session, duration_ns: int
+    ) -> None:
+        """Put the functions back, and count the start. duration_ns: duration of `__iter__`."""
+        if timed is None:
+            return
+        timed.close()
+        known = session.facts.training.loader
+        if known is not None and loader._index_sampler is self._sampler():
+            restarts, restart_ns = known.restarts + 1, known.restart_ns + duration_ns
+            now = dataclasses.replace(known, restarts=restarts, restart_ns=restart_ns)
+            with session.step.charged():
+                session.facts.training = dataclasses.replace(session.facts.training, loader=now)
+                session.publish()
 
     def _read_period_ns(self) -> int:
         """Return the time in which all workers together make a batch; what was published before if

@@ -23,7 +23,6 @@ from torchlens_perf.recorder import torch_private
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.training_settings import (
     DdpSettings,
-    FsdpSettings,
     LoaderSettings,
     OptimizerSettings,
     TrainingSettings,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 _READ_AFTER = 2
 _MAX_GRADIENTS = 8
-_TOKENIZER_PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken")
 
 
 class TrainingSettingsHook:
@@ -91,7 +89,6 @@ class TrainingSettingsHook:
             loader=_read_loader(self._iterator() if self._iterator is not None else None),
             optimizer=_read_optimizer(optimizer) if optimizer is not None else None,
             ddp=_read_ddp(ddp) if ddp is not None and reads_gradients else None,
-            fsdp=_read_fsdp(modules),
             compiled=any(map(torch_private.is_module_compiled, modules)) if models else None,
             cuda_graphs=_replay_cuda_graphs(modules),
             cpus=format_ranges(cpus),
@@ -132,14 +129,11 @@ def _read_loader(iterator: Any) -> LoaderSettings | None:
         return None
     from torch.utils.data import IterableDataset
 
-    attributes = getattr(iterator._dataset, "__dict__", {}).values()
-    packages = {type(each).__module__.partition(".")[0] for each in attributes}
     return LoaderSettings(
         workers=int(iterator._num_workers),
         pin_memory=bool(iterator._pin_memory),
-        prefetch_factor=getattr(iterator, "_prefetch_factor", None),
-        has_tokenizer=not packages.isdisjoint(_TOKENIZER_PACKAGES),
         is_iterable=isinstance(iterator._dataset, IterableDataset),
+        persistent_workers=bool(iterator._persistent_workers),
     )
 
 
@@ -191,24 +185,6 @@ def _read_ddp(ddp: Any) -> DdpSettings | None:
         gradient_as_bucket_view=bool(ddp.gradient_as_bucket_view),
         gradient_bytes=sum(each.numel() * each.element_size() for each in gradients),
         unused=len(trained) - len(gradients),
-    )
-
-
-@guard("settings of FSDP2")
-def _read_fsdp(modules: Sequence[Module]) -> FsdpSettings | None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = [each for each in modules if fsdp is not None and isinstance(each, fsdp.FSDPModule)]
-    if not sharded:
-        return None
-    states = [each._get_fsdp_state() for each in sharded]
-    groups = [group for state in states for group in torch_private.list_fsdp_groups(state)]
-    return FsdpSettings(
-        len(states),
-        sum(bool(each._reshard_after_forward) for each in groups),
-        sum(
-            bool(each._states_to_forward_prefetch or each._states_to_backward_prefetch)
-            for each in states
-        ),
     )
 
 

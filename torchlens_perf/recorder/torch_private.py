@@ -404,12 +404,6 @@ def get_no_torch_dispatch_context() -> AbstractContextManager[object]:
     return pkgutil.resolve_name("torch._C._DisableTorchDispatch")()
 
 
-def list_fsdp_groups(state: Any) -> list[Any]:
-    """Return the parameter groups of one module that FSDP2 has sharded."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [state._fsdp_param_group]
-
-
 def get_local_shard(tensor: Any) -> Any:
     """Return the local shard of a DTensor, or any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -14,13 +14,14 @@ class LoaderSettings:
 
     workers: int
     pin_memory: bool
-    prefetch_factor: int | None = None
-    """None without workers."""
-    has_tokenizer: bool = False
-    """True if an attribute of the dataset is a tokenizer."""
     is_iterable: bool = False
     """True for an IterableDataset. Each new worker loads all of it, unless the dataset divides
     itself."""
+    persistent_workers: bool = False
+    restarts: int = 0
+    """Number of calls of this loader's `__iter__` with workers after the settings were read."""
+    restart_ns: int = 0
+    """Time of these calls, which start new workers unless these are persistent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,24 +55,12 @@ class DdpSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class FsdpSettings:
-    """Settings of the modules that fully_shard() has sharded."""
-
-    modules: int
-    resharding: int
-    """Number of modules that free their parameters after the forward pass."""
-    prefetching: int
-    """Number of modules that prefetch parameters of modules that the script has named."""
-
-
-@dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """Settings that a process reads once, after its second and third step."""
+    """Settings that a process reads once, after its second and third step, but for `restarts`."""
 
     loader: LoaderSettings | None = None
     optimizer: OptimizerSettings | None = None
     ddp: DdpSettings | None = None
-    fsdp: FsdpSettings | None = None
     compiled: bool | None = None
     """True if a model or one of its modules is compiled."""
     cuda_graphs: bool | None = None

@@ -1,11 +1,11 @@
-"""Actions on DistributedDataParallel and FSDP2. Pure."""
+"""Actions on DistributedDataParallel. Pure."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, capitalize, rule
 from torchlens_perf.diagnosis.lost_time import sum_transfers
 
@@ -16,7 +16,6 @@ _DDP = (
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
 )
 _NOTE = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
-_FSDP = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 _EXPOSED = "communication that nothing overlaps takes"
 _MIN_EXPOSED = 0.1
 _IMBALANCE = "waiting for the rank with the most work takes"
@@ -134,42 +133,6 @@ def accumulate_gradients(job: Job) -> Proposal | None:
         "Use a larger batch, or accumulate two backward passes per step, the first one in"
         " model.no_sync(). This changes the batch size of the optimizer.",
         "communication x0.5",
-    )
-
-
-@rule("fsdp-keep-parameters", _FSDP)
-def keep_parameters(job: Job) -> Proposal | None:
-    """FSDP2 gathers parameters again for the backward pass, at most 60 % of the memory are used,
-    and exposed communication takes at least 10 % of the step."""
-    fsdp, used = job.settings.fsdp, job.used_memory
-    if fsdp is None or not fsdp.resharding or used is None or used > 0.6:
-        return None
-    if job.share("communication") < _MIN_EXPOSED:
-        return None
-    return Proposal(
-        f"{format_count(fsdp.resharding, 'module')} of FSDP2 gather parameters twice in a step while"
-        f" {format_percent(1 - used)} of the memory are free;"
-        f" {job.describe(_EXPOSED, 'communication')}.",
-        "Keep the parameters after the forward pass: fully_shard(reshard_after_forward=False).",
-        # Two gathers and a reduction of the same size become one gather and the reduction.
-        "communication x0.67",
-    )
-
-
-@rule("fsdp-prefetch", f"{_FSDP}#torch.distributed.fsdp.FSDPModule.set_modules_to_forward_prefetch")
-def prefetch_parameters(job: Job) -> Proposal | None:
-    """FSDP2 prefetches no named modules, the device runs out of work in at least half of the passes,
-    and exposed communication takes at least 10 % of the step."""
-    fsdp, caught_up = job.settings.fsdp, job.caught_up
-    if fsdp is None or fsdp.prefetching or fsdp.modules < 3 or (caught_up or 0.0) < 0.5:
-        return None
-    if job.share("communication") < _MIN_EXPOSED:
-        return None
-    return Proposal(
-        f"The host issues the gathers of FSDP2 late: the device has no work left at the end of"
-        f" {format_percent(caught_up or 0.0)} of the passes, and"
-        f" {job.describe(_EXPOSED, 'communication')}.",
-        "Issue gathers earlier: module.set_modules_to_forward_prefetch([next_module]).",
     )
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torchlens_perf.run.training_settings import LoaderSettings
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
-_TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
 _WAITING = "waiting for data takes"
 # The training thread takes a batch of a worker out of a pipe: 1.0 to 1.4 ms of CPU time on a CPU.
 _HANDOVER_S = 0.001
@@ -67,23 +66,19 @@ def _plan_workers(job: Job, batch_s: float, present: int = 0) -> tuple[int, str]
     return workers, f"data x{left:.2f}"
 
 
-@rule("prefetch-factor", f"{_LOADER}#torch.utils.data.DataLoader")
-def prefetch_more(job: Job) -> Proposal | None:
-    """Few batches are prefetched, and at least 5 % of the time is waiting for single slow batches,
-    while usual steps hardly wait."""
+@rule("persistent-workers", f"{_LOADER}#torch.utils.data.DataLoader")
+def keep_workers(job: Job) -> Proposal | None:
+    """The same DataLoader is iterated again at least three times, each time with new workers, whose
+    starts take at least 2 % of the step."""
     loader = job.settings.loader
-    if loader is None or not loader.workers or (loader.prefetch_factor or 2) > 2:
+    if loader is None or not loader.workers or loader.persistent_workers or loader.restarts < 3:
         return None
-    steps = job.report["steps"]
-    unknown = [row for row in steps["long"] if not row["kinds"] and row["waited_for"] is None]
-    slow = [row for row in unknown if row["part"] == "data" and not row["period"]]
-    cost_s = mean_per_step(sum(row["total_s"] for row in slow), steps)
-    if cost_s < 0.05 * job.lost.step_s or job.share("data") - cost_s / job.lost.step_s > 0.02:
-        return None
+    cost_s = mean_per_step(loader.restart_ns / 1e9, job.report["steps"])
     return Proposal(
-        f"{format_count(sum(row['count'] for row in slow), 'step')} waited for a slow batch, which"
-        f" is {job.describe_seconds('on average', cost_s)}.",
-        "Let batches be ready earlier: DataLoader(prefetch_factor=8).",
+        f"The loop has called DataLoader.__iter__ {loader.restarts} more times, and"
+        f" {job.describe_seconds('starting workers in it takes', cost_s)}.",
+        "Keep the workers for the next epoch: DataLoader(persistent_workers=True).",
+        gain_s=cost_s,
     )
 
 
@@ -99,20 +94,3 @@ def pin_memory(job: Job) -> Proposal | None:
         f" {job.describe_seconds('', job.seconds('data', 'host')).strip()}.",
         "Set DataLoader(pin_memory=True), and copy with tensor.to(device, non_blocking=True).",
     )
-
-
-@rule("tokenize-before-training", f"{_TUNING}#enable-asynchronous-data-loading-and-augmentation")
-def tokenize_before(job: Job) -> Proposal | None:
-    """A section named after tokenizing runs in each step, or the dataset has a tokenizer and steps
-    wait for data."""
-    sections = [row for row in job.report["sections"] if "tokeniz" in row["name"].lower()]
-    row = max(sections, key=lambda each: each["host_s_per_typical_step"] or 0.0, default=None)
-    action = "Tokenize the data set once before training, and load the numbers."
-    if row is not None and row["host_s_per_typical_step"]:
-        took = job.describe_seconds("takes", row["host_s_per_typical_step"])
-        return Proposal(f'Section "{row["name"]}" {took}.', action, f"section:{row['name']}=0")
-    if job.settings.loader is None or not job.settings.loader.has_tokenizer:
-        return None
-    wait = job.describe(_WAITING, "data")
-    action = "If batches are tokenized while they are loaded, tokenize once before training."
-    return Proposal(f"The dataset has a tokenizer, and {wait}.", action, "data=0")

@@ -23,13 +23,12 @@ COMPUTING = "computing"
 _LAUNCHES = (computing.use_cuda_graphs, computing.enlarge_micro_batch)
 ACTIONS: dict[tuple[str, str], tuple[Rule, ...]] = {
     ("data_bound", "data"): (
-        loading.use_workers, loading.add_workers, loading.tokenize_before, loading.pin_memory,
+        loading.use_workers, loading.add_workers, loading.keep_workers, loading.pin_memory,
     ),
-    ("long_steps", "data"): (loading.prefetch_more,),
+    ("long_steps", "data"): (loading.keep_workers,),
     ("communication_bound", "communication"): (
         communication.resize_buckets, communication.do_not_search_unused, communication.declare_static_graph,
-        communication.reduce_once_per_step, communication.accumulate_gradients, communication.keep_parameters,
-        communication.prefetch_parameters,
+        communication.reduce_once_per_step, communication.accumulate_gradients,
     ),
     ("communication_bound", "ranks"): (communication.balance_lengths,),
     ("compute_bound", COMPUTING): (
