@@ -58,19 +58,22 @@ class Results(NamedTuple):
 
 def missing_results(why: str) -> Results:
     """Return Results that contain only the reason why results are missing."""
+    return _show_message(f"torchlens_perf: {printable(why)}", why)
+
+
+def _show_message(line: str, why: str) -> Results:
     import html
 
-    line = f"torchlens_perf: {printable(why)}"
     return Results(line, f"<div>{html.escape(line)}</div>", {}, why)
 
 
 def parse_results(text: str) -> Results:
-    """Decode the JSON that page/notebook.py writes. Other text is the message of a failure."""
+    """Decode the JSON that page/notebook.py writes. Other text is shown as the message of a failure."""
     try:
         value = json.loads(text)
         return Results(value["text"], value["html"], value["summary"], "")
     except ours(ValueError, KeyError, TypeError):
-        return missing_results(text.removeprefix("torchlens_perf: ").strip())
+        return _show_message(printable(text.strip()), text.strip())
 
 
 def request_results(recorded: RunHandle) -> Results:

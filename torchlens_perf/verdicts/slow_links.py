@@ -25,7 +25,7 @@ class SlowLinkEvidence(Evidence, frozen=True, tag="slow_link"):
     def subjects(self) -> set[str]:
         return {f"{link.group} {format_ranges(sorted(link.ranks))}" for link in self.found.links}
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         return describe_slow_links(self.found)
 
 
@@ -70,14 +70,9 @@ def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) ->
     )
 
 
-def describe_slow_links(findings: LinkFindings) -> str:
-    """Return a sentence on the slow links; "" if no link is slow.
-
-    If links could not be compared, return the reason.
-    """
-    if not findings.links:
-        return findings.undecided
-    worst = findings.links[0]
+def describe_slow_links(findings: LinkFindings) -> list[str]:
+    """Return sentences on slow links, of which there is at least one."""
+    worst, others = findings.links[0], ""
     text = (
         f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
     )
@@ -90,13 +85,13 @@ def describe_slow_links(findings: LinkFindings) -> str:
     at_most = "at most " if worst.overlapped else ""
     text += f"; that cost {at_most}{format_duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
     if len(findings.links) > 1:
-        text += f" {len(findings.links)} links are slow"
+        others = f"{len(findings.links)} links are slow"
         if findings.shared_ranks:
-            text += f"; all of them involve rank {format_ranges(findings.shared_ranks)}"
+            others += f"; all of them involve rank {format_ranges(findings.shared_ranks)}"
         elif findings.shared_nodes:
-            text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
-        text += "."
-    return text
+            others += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
+        others += "."
+    return [text, others]
 
 
 def _name_link(link: SlowLink) -> str:

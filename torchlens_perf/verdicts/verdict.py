@@ -133,14 +133,15 @@ class Evidence(Struct, frozen=True, kw_only=True, tag_field="type"):
         """True if the run did not recover from it."""
         return False
 
-    def describe(self, verdict: Verdict) -> str:
-        """Return the finding in sentences, with its numbers."""
-        return ""
+    def describe(self, verdict: Verdict) -> list[str]:
+        """Return the finding in sentences with its numbers. The first one is enough for a short
+        form, and others may be ""."""
+        return []
 
-    def explain(self, verdict: Verdict) -> str:
+    def explain(self, verdict: Verdict) -> list[str]:
         """Return the measurement in sentences, if place, cost, time and cause, which are in other
-        fields, are also in those of describe(); else ""."""
-        return ""
+        fields, are also in those of describe(); else none."""
+        return []
 
     def describe_causes(self, verdict: Verdict) -> str:
         """Return the causes of a rank's slowness, or the causes that were ruled out."""
@@ -203,14 +204,19 @@ class Verdict(Struct, frozen=True, kw_only=True):
         # The sentences are made of the other fields, also after one of these was replaced.
         text = self.evidence.describe(self)
         explanation = self.evidence.explain(self) or text
-        force_setattr(self, "text", " ".join(filter(None, (text, *self.notes))))
-        force_setattr(self, "explanation", " ".join(filter(None, (explanation, *self.notes))))
+        force_setattr(self, "text", " ".join(filter(None, (*text, *self.notes))))
+        force_setattr(self, "explanation", " ".join(filter(None, (*explanation, *self.notes))))
         force_setattr(self, "cause", self.evidence.describe_causes(self))
 
     @property
     def sentence(self) -> str:
         """The finding and the action to take, as one text."""
         return f"{self.text}{_NEXT}{self.action}" if self.action else self.text
+
+    @property
+    def first_sentence(self) -> str:
+        """The finding in its first sentence."""
+        return next(iter(self.evidence.describe(self)), "")
 
     @property
     def ranks(self) -> tuple[int, ...]:

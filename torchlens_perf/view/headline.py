@@ -68,6 +68,8 @@ class Headline:
     """The cost if it is paid once, as for a start; None for a cost per step."""
     whole: str = "step time"
     """The time of which the cost is a share."""
+    first_sentence: str = ""
+    """The finding in one sentence; "" for headlines that are not of a report."""
 
     @property
     def cost_unit(self) -> str:
@@ -144,6 +146,7 @@ def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
         is_over=row.is_over,
         paid_once_s=row.lost_s if row.evidence.paid_once_of else None,
         whole=row.evidence.paid_once_of or _describe_step(row),
+        first_sentence=printable(row.first_sentence),
     )
 
 

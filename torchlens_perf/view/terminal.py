@@ -326,16 +326,11 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     else:
         text = f"{head.sentence}{more}"
         if len(text) > width - 2 - _LABEL:
-            text = f"{_first_sentence(head.sentence)}{more}"
+            text = f"{head.first_sentence}{more}"
     style = "dim" if label else SEVERITIES[head.severity].terminal
     line = _labelled_line(label or head.status, text, style)
     line.truncate(width, overflow="ellipsis")
     return line
-
-
-def _first_sentence(text: str) -> str:
-    head, point, rest = text.partition(". ")
-    return f"{head}." if point and rest else text
 
 
 def stack_lines(row: Verdict, width: int) -> Iterator[Text]:

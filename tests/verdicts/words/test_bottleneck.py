@@ -453,19 +453,42 @@ def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, a
     assert long.sentence.endswith(f"Next: {action}")
 
 
-@pytest.mark.parametrize(("name", "passes_ms"), [(PASSES, 3.0), (PASSES, 0.5), ("encoder", 3.0)])
+REFERENCE = "of the step: a reference, teacher or EMA network, sampling or an evaluation."
+GENERATION = "of the step, 32 for each backward pass: generation, sampling or an evaluation."
+
+
+@pytest.mark.parametrize(
+    ("name", "passes_ms", "calls", "what"),
+    [
+        (PASSES, 3.0, 1, REFERENCE),
+        (PASSES, 3.0, 32, GENERATION),
+        (PASSES, 0.5, 32, ""),
+        ("encoder", 3.0, 1, ""),
+    ],
+)
 def test_forward_passes_without_gradients_in_each_step_are_named(
-    name: str, passes_ms: float
+    name: str, passes_ms: float, calls: int, what: str
 ) -> None:
     """A small part of the step is not worth a sentence, and no module of a model is called that."""
     report = report_on([dict(BASE) for _ in range(40)])
     row = {"name": name, "is_root": False, "own_s_per_step": passes_ms / 1e3, "has_untimed": False}
-    (verdict,) = build_step_verdicts(cast("Any", {**report, "modules": [row]}))
-    is_named = name == PASSES and passes_ms == 3.0
-    named = "Forward passes without gradients take 19% (3.00 ms) of the step: a reference, teacher"
-    assert (named in verdict.sentence) is is_named
+    modules = [{**row, "calls_per_step": calls}]
+    (verdict,) = build_step_verdicts(cast("Any", {**report, "modules": modules}))
+    assert (f"Forward passes without gradients take 19% (3.00 ms) {what}" in verdict.text) is bool(
+        what
+    )
+    assert ("forward passes without gradients 3.00 ms" in verdict.first_sentence) is bool(what)
     advice = "make fewer of the passes without gradients"
     assert (advice in verdict.action) is (name == PASSES)
+
+
+def test_starved_forward_pass_that_is_mostly_generation_is_no_forward_pass_of_training() -> None:
+    step = {**BASE, "forward": 44.0, "cpu": 40.0}
+    report = report_on([step for _ in range(40)])
+    row = {"name": PASSES, "is_root": False, "own_s_per_step": 0.03, "has_untimed": False}
+    modules = [{**row, "calls_per_step": 32}]
+    (verdict,) = build_step_verdicts(cast("Any", {**report, "modules": modules}))
+    assert "The forward pass, mostly without gradients, takes " in verdict.text
 
 
 def test_long_steps_of_one_kind_are_one_verdict() -> None:

@@ -30,7 +30,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
 )
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, mean_by_part
 from torchlens_perf.run.loader_period import hidden_data_wait
-from torchlens_perf.run.records import OWN_PARTS, PARTS, PASSES
+from torchlens_perf.run.records import OWN_PARTS, PARTS, PASSES, WITHOUT_GRADIENTS
 from torchlens_perf.verdicts.long_steps import LongSteps, join_long_steps
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, NamedUse, RunLength, Verdict
@@ -85,6 +85,9 @@ _DATA, _COMMUNICATION = PARTS.index("data"), PARTS.index("communication")
 _FAR_AHEAD = 0.5
 # A sentence lists at most this many device sections.
 _MAX_SECTIONS = 4
+# From this number of forward passes without gradients for each backward pass, a sentence names what
+# makes many. A reference network makes one or two.
+_MANY_PASSES = 4
 
 
 class StepEvidence(Evidence, frozen=True, kw_only=True):
@@ -95,13 +98,13 @@ class StepEvidence(Evidence, frozen=True, kw_only=True):
     gap: LargestGap | None = None
     """The place of most of the host code that is to be made shorter; None if not known."""
 
-    def join(self, found: str, others: Sequence[NamedUse], step_s: float) -> str:
-        """Return the sentence on the limit, with the other uses of a step."""
+    def join(self, found: str, others: Sequence[NamedUse], step_s: float) -> list[str]:
+        """Return the sentences on the limit, with the other uses of a step."""
         also = [
             f"{each.what[0].lower()}{each.what[1:]} {_format_use(each, step_s)}" for each in others
         ]
-        place = "" if self.gap is None else f" {self.gap.text}"
-        return f"{'; '.join([found, *also])}.{place}"
+        place = "" if self.gap is None else self.gap.text
+        return [f"{'; '.join([found, *also])}.", place]
 
 
 class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_step"):
@@ -118,7 +121,7 @@ class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_
         uses_s = {_LACK.kind: lack_s, **self.uses_s}
         return {kind for kind, seconds in uses_s.items() if seconds >= least_s}
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         (first, *others), step_s = verdict.uses, self.typical_step_s
         takes = f"{first.what} takes {_format_use(first, step_s)}"
         found = f"{takes} of a typical step of {format_duration(step_s)}"
@@ -143,7 +146,7 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
         least_s = _WORTH_NAMING * sum(parts_s.values())
         return {each.kind for each in _WAITS if parts_s.get(each.phase, 0.0) >= least_s}
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         (first, *others), step = verdict.uses, format_duration(self.step_s)
         takes = f"{first.what} takes {format_share(first.seconds, self.step_s)}"
         if first.kind == "compute_bound":
@@ -165,13 +168,13 @@ class ContentionEvidence(Evidence, frozen=True, kw_only=True, tag="contention"):
     lack_by_part_s: dict[str, float]
     """Waits for a CPU by the part of the step, the longest first."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         part, most_s = next(iter(self.lack_by_part_s.items()))
-        return (
+        return [
             f"Waiting for a CPU takes {format_share(self.lack_s, self.typical_step_s)} of a typical"
             f" step of {format_duration(self.typical_step_s)}: {format_percent(most_s / self.lack_s)}"
             f" of it in {phase_name(part)}."
-        )
+        ]
 
 
 class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
@@ -181,11 +184,12 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
     sampled: float
     """Share of the samples in which a main thread was runnable but had no CPU."""
 
-    def describe(self, verdict: Verdict) -> str:
-        return (
+    def describe(self, verdict: Verdict) -> list[str]:
+        return [
             f"Waiting for a CPU takes {format_percent(self.sampled)} of the time, according to"
-            " one-second samples. Its place in the step was not measured."
-        )
+            " one-second samples.",
+            "Its place in the step was not measured.",
+        ]
 
 
 def _format_use(use: NamedUse, step_s: float) -> str:
@@ -242,6 +246,8 @@ class StepBreakdown:
     """All other parts, the largest first."""
     is_explained: bool = False
     """True if a wait or host code takes more of the step than CPU contention explains."""
+    passes_s: float = 0.0
+    """Time of forward passes without gradients, which is part of the forward pass."""
 
     @property
     def limit(self) -> TimeShare:
@@ -290,8 +296,10 @@ class StepBreakdown:
         return [each for each in self.separate_waits if each.seconds >= _WORTH_NAMING * self.step_s]
 
 
-def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBreakdown:
-    """Return how a step spends its time.
+def break_down_step(
+    account: TimeAccount, *, on_device: bool = False, passes_s: float = 0.0
+) -> StepBreakdown:
+    """Return how a step spends its time. passes_s: see StepBreakdown.passes_s.
 
     on_device: True for times by a device's clock, which has waits for a CPU only between the phases.
     """
@@ -305,7 +313,11 @@ def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBre
     }
     computing = {part: left_s[part] for part in COMPUTE if left_s[part] > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
-    shown = format_phases(_largest_first(computing))
+    named = dict(computing)
+    if passes_s >= _LONG_WORTH_NAMING * step_s:
+        named[WITHOUT_GRADIENTS] = min(passes_s, named.get("forward", 0.0))
+        named["forward"] = named.get("forward", 0.0) - named[WITHOUT_GRADIENTS]
+    shown = format_phases(_largest_first(named))
     what = f"Computing ({shown})" if shown and lack_s < _WORTH_NAMING * step_s else "Computing"
     waits = [dataclasses.replace(_LACK, seconds=lack_s)]
     waits += [dataclasses.replace(each, seconds=left_s[each.phase]) for each in _WAITS]
@@ -316,7 +328,7 @@ def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBre
     # Ranks wait for others that wait for a CPU, so contention explains waits that are nearly as long.
     nearly = 1.0 if is_explained or on_device else NEARLY
     waits.sort(key=lambda use: -use.seconds * (nearly if use.phase == "communication" else 1.0))
-    return StepBreakdown(step_s, account, use, waits, is_explained=is_explained)
+    return StepBreakdown(step_s, account, use, waits, is_explained, passes_s)
 
 
 def _add_lack(use: TimeShare, account: TimeAccount, parts: Sequence[str]) -> TimeShare:
@@ -481,13 +493,22 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
 
 def _describe_passes(report: Facts, step_s: float) -> str:
     """Return a sentence on the forward passes without gradients of a typical step, or ""."""
-    passes_s = sum(row["own_s_per_step"] for row in report["modules"] if row["name"] == PASSES)
+    passes_s, calls = _sum_passes(report)
     if passes_s < _LONG_WORTH_NAMING * step_s:
         return ""
+    each, what = calls / report["steps"]["micro_steps"], ": a reference, teacher or EMA network"
+    if each >= _MANY_PASSES:
+        what = f", {each:.0f} for each backward pass: generation"
     return (
-        f"Forward {PASSES} take {format_share(passes_s, step_s)} of the step: a reference, teacher"
-        " or EMA network, evaluation or sampling."
+        f"Forward {PASSES} take {format_share(passes_s, step_s)} of the step{what}, sampling or an"
+        " evaluation."
     )
+
+
+def _sum_passes(report: Facts) -> tuple[float, float]:
+    """Return time and number of the forward passes without gradients of a typical step."""
+    rows = [row for row in report["modules"] if row["name"] == PASSES]
+    return sum(row["own_s_per_step"] for row in rows), sum(row["calls_per_step"] for row in rows)
 
 
 def _choose_following(found: StepBreakdown, worth: Sequence[TimeShare]) -> TimeShare:
@@ -643,6 +664,8 @@ def _describe_starved_part(found: StepBreakdown) -> str:
         return ""
     name, waits = phase_name(part), format_percent(found.lack_by_part_s[part] / parts_s[part])
     takes = format_share(parts_s[part], found.step_s)
+    if part == "forward" and found.passes_s >= _MOST * parts_s[part]:
+        name += ", mostly without gradients,"
     return (
         f"{name[0].upper()}{name[1:]} takes {takes} of the step, of which {waits} waited for a CPU."
     )
@@ -660,7 +683,8 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
     parts_s[_COMMUNICATION] -= hidden_s
     lack_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
     account = TimeAccount.from_parts(1e9 * parts_s, 1e9 * lack_s)
-    return _name_waiting_for_ranks(report, break_down_step(account))
+    passes_s, _ = _sum_passes(report)
+    return _name_waiting_for_ranks(report, break_down_step(account, passes_s=passes_s))
 
 
 def _hidden_data_wait_s(report: Facts, steps: Sequence[TypicalStep]) -> float:

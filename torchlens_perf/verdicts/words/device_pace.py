@@ -61,7 +61,7 @@ class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
     gap: LargestGap | None = None
     """The place between two phases where the host spends much of this time; None without one."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         busy = describe_busy(self.device, self.busy)
         why = (
             f"the {self.device} had no work left at the end of {format_percent(self.caught_up)} of the"
@@ -73,8 +73,7 @@ class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
                 f"in at least {format_percent((self.idle_s or 0.0) / self.step_s)} of a step"
                 f" ({format_duration(self.step_s)}), the {self.device} for which the others wait is idle"
             )
-        told = (f"The host sets the pace: {why}.", busy, self.gap.text if self.gap else "")
-        return " ".join(filter(None, told))
+        return [f"The host sets the pace: {why}.", busy, self.gap.text if self.gap else ""]
 
 
 def describe_busy(device: str, busy: float | None) -> str:

@@ -58,12 +58,12 @@ class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
     others_work_s: float
     """Work of a rank of the other stages."""
 
-    def describe(self, verdict: Verdict) -> str:
-        return (
+    def describe(self, verdict: Verdict) -> list[str]:
+        return [
             f"The pipeline is out of balance: stage {self.stage} (ranks {format_ranges(self.ranks)}) has"
             f" {format_duration(self.work_s)} of work a step, the other stages"
             f" {format_duration(self.others_work_s)}."
-        )
+        ]
 
 
 class PastEvidence(Evidence, frozen=True, tag="past"):
@@ -73,8 +73,8 @@ class PastEvidence(Evidence, frozen=True, tag="past"):
     alerted: str
     """The text of the newest alert on the finding."""
 
-    def describe(self, verdict: Verdict) -> str:
-        return f"No longer: {self.alerted}"
+    def describe(self, verdict: Verdict) -> list[str]:
+        return [f"No longer: {self.alerted}"]
 
 
 class LargestGap(Struct, frozen=True):
@@ -117,13 +117,13 @@ class GraphReplayEvidence(Evidence, frozen=True, tag="graph_replay"):
     """Median time of each device section inside the graph, the longest first."""
     device: str
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         each = (f"{name} {format_duration(s)}" for name, s in self.sections_s.items())
-        shown = f" Device sections in a step: {', '.join(each)}." if self.sections_s else ""
-        return (
+        return [
             f"The loop replays a CUDA graph: a step takes {format_duration(self.step_s)} on the"
-            f" {self.device}, and the phases inside of the graph are not timed.{shown}"
-        )
+            f" {self.device}, and the phases inside of the graph are not timed.",
+            f"Device sections in a step: {', '.join(each)}." if self.sections_s else "",
+        ]
 
 
 class UntimedDeviceEvidence(Evidence, frozen=True, tag="untimed_device"):
@@ -135,20 +135,21 @@ class UntimedDeviceEvidence(Evidence, frozen=True, tag="untimed_device"):
     """Duration of a typical step, by the device's clock if that has times."""
     has_device_times: bool
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         use = verdict.uses[0]
         share = format_share(use.seconds, self.step_s)
         if self.has_device_times:
-            return (
+            return [
                 f"What limits the step is not known: {share} of a step on the {self.device}"
-                f" ({format_duration(self.step_s)}) is outside of the phases. It is host code, or work"
-                " that is no phase, such as a CUDA graph."
-            )
-        return (
+                f" ({format_duration(self.step_s)}) is outside of the phases.",
+                "It is host code, or work that is no phase, such as a CUDA graph.",
+            ]
+        return [
             f"What limits the step is not known: the work is on a device ({self.device}), and only host"
-            f" time was recorded. {use.what} takes {share} of a typical step on the host, which may be"
-            " waiting for the device."
-        )
+            " time was recorded.",
+            f"{use.what} takes {share} of a typical step on the host, which may be waiting for the"
+            " device.",
+        ]
 
 
 class DeepSpansEvidence(Evidence, frozen=True, tag="deep_spans"):
@@ -158,12 +159,12 @@ class DeepSpansEvidence(Evidence, frozen=True, tag="deep_spans"):
     too_deep: int
     """Number of these spans."""
 
-    def describe(self, verdict: Verdict) -> str:
-        return (
+    def describe(self, verdict: Verdict) -> list[str]:
+        return [
             f"It is not known where the step's time goes: {format_count(self.too_deep, 'span')} nested"
-            f" deeper than {MAX_FRAMES} levels were not recorded. They may include phases of the step,"
-            " which are counted as host code here."
-        )
+            f" deeper than {MAX_FRAMES} levels were not recorded.",
+            "They may include phases of the step, which are counted as host code here.",
+        ]
 
 
 class OtherThreadsEvidence(Evidence, frozen=True, tag="other_threads"):
@@ -179,13 +180,13 @@ class OtherThreadsEvidence(Evidence, frozen=True, tag="other_threads"):
     other_threads_s: dict[str, float]
     """Time of other threads, by phase."""
 
-    def describe(self, verdict: Verdict) -> str:
-        return (
+    def describe(self, verdict: Verdict) -> list[str]:
+        return [
             "What limits the step is not known: threads that are not recorded do part of the work"
-            f" ({format_phases(self.other_threads_s)} a step). The recorded thread spends"
-            f" {format_share(self.outside_s, self.step_s)} of a step outside its own phases, where it"
-            f" may be waiting for these threads."
-        )
+            f" ({format_phases(self.other_threads_s)} a step).",
+            f"The recorded thread spends {format_share(self.outside_s, self.step_s)} of a step outside"
+            f" its own phases, where it may be waiting for these threads.",
+        ]
 
 
 class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
@@ -206,13 +207,14 @@ class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
     since_step: int = 0
     """The first step after the last slow rank; 0 if there was none."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         share = format_percent(self.detectable_s / self.step_s if self.step_s else 0.0)
         when = f"since step {self.since_step}" if self.since_step else f"in {self.steps} steps"
-        return (
-            f"No slow rank {when}{_CLOCKS[self.by]}. The smallest detectable slowdown is"
-            f" {format_duration(self.detectable_s)} per step ({share})."
-        )
+        return [
+            f"No slow rank {when}{_CLOCKS[self.by]}.",
+            f"The smallest detectable slowdown is {format_duration(self.detectable_s)} per step"
+            f" ({share}).",
+        ]
 
 
 class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
@@ -232,14 +234,14 @@ class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
     parts: tuple[UsualTimes, ...]
     """Usual times of ranks with equal models, the most work first; () without unequal work."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         return self.explain_and_advise()[0]
 
-    def explain_and_advise(self) -> tuple[str, str]:
+    def explain_and_advise(self) -> tuple[list[str], str]:
         """Return why the ranks were not compared, and the action to take."""
         if self.reason == "one_rank":
             return (
-                f"Only 1 of {self.world_size} ranks was seen, so no ranks could be compared.",
+                [f"Only 1 of {self.world_size} ranks was seen, so no ranks could be compared."],
                 "unset RANK and WORLD_SIZE if the job has one process; else look for the logs of the"
                 " other ranks.",
             )
@@ -247,8 +249,10 @@ class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
             missing = f"device times of {format_rank_list(self.untimed)} are missing"
             recorded = missing if self.untimed else "only host time is known"
             return (
-                f"The ranks were not compared: their work is on a device ({self.device}), and"
-                f" {recorded}.",
+                [
+                    f"The ranks were not compared: their work is on a device ({self.device}), and"
+                    f" {recorded}."
+                ],
                 "see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf"
                 " capture).",
             )
@@ -256,17 +260,21 @@ class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
             return self._explain_unequal_work()
         if self.reason == "different_work":
             return (
-                "The ranks were not compared: they do different work, or were not recorded at the same"
-                " time.",
+                [
+                    "The ranks were not compared: they do different work, or were not recorded at the"
+                    " same time."
+                ],
                 "",
             )
         return (
-            f"Too few steps to compare the ranks ({self.steps}): a slow rank cannot be distinguished"
-            " from noise yet.",
+            [
+                f"Too few steps to compare the ranks ({self.steps}): a slow rank cannot be"
+                " distinguished from noise yet."
+            ],
             f"run at least {self.steps_needed} steps.",
         )
 
-    def _explain_unequal_work(self) -> tuple[str, str]:
+    def _explain_unequal_work(self) -> tuple[list[str], str]:
         largest, *others = self.parts
         who, does = ("rank", "has") if largest.ranks.isdecimal() else ("ranks", "have")
         names = ", ".join(part.ranks for part in others)
@@ -281,9 +289,11 @@ class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
             f" {format_duration(wait_s)}"
         )
         return (
-            f"The ranks were not compared, because they run different models. {who.capitalize()}"
-            f" {largest.ranks} {does} {format_duration(largest.work_ns / 1e9)} of work a step, {rest}"
-            f" {theirs}{', on average' * (len(others) > 1)}.",
+            [
+                "The ranks were not compared, because they run different models.",
+                f"{who.capitalize()} {largest.ranks} {does} {format_duration(largest.work_ns / 1e9)} of"
+                f" work a step, {rest} {theirs}{', on average' * (len(others) > 1)}.",
+            ],
             "if these are pipeline stages,"
             f" move layers away from {who} {largest.ranks}; otherwise, see the table of ranks for the"
             f" additional work of {who} {largest.ranks}.",
@@ -303,42 +313,51 @@ class NoStepsEvidence(Evidence, frozen=True, tag="no_steps"):
     first: ProcessActivity | None
     """The longest first step of a rank of a running job; None without one."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         return self.explain_and_advise()[0]
 
-    def explain_and_advise(self) -> tuple[str, str]:
+    def explain_and_advise(self) -> tuple[list[str], str]:
         """Return why no step was measured, and the action to take."""
         if self.unread is not None:
             why = "; ".join(map(printable, self.unread)) or "no ring file was found"
             return (
-                f"No rank's records were read: {why}.",
+                [f"No rank's records were read: {why}."],
                 "look for a program that removes files in /dev/shm or in the run directory.",
             )
         if self.lost:
             all_of = f"All records of {format_count(self.made, 'finished step')}"
             return (
-                f"{all_of if self.made else 'Records'} were lost:"
-                f" {format_count(self.lost, 'record')} came faster than the sidecar could read,"
-                " and were overwritten.",
+                [
+                    f"{all_of if self.made else 'Records'} were lost:"
+                    f" {format_count(self.lost, 'record')} came faster than the sidecar could read,"
+                    " and were overwritten."
+                ],
                 "record fewer sections or modules, or raise ring_records.",
             )
         if self.made:
             several = f"The {self.made} steps that ended are"
             return (
-                f"{several if self.made > 1 else 'The only step that ended is'} not measured: recording"
-                " began after the first optimizer step, as the script has no watch().",
+                [
+                    f"{several if self.made > 1 else 'The only step that ended is'} not measured:"
+                    " recording began after the first optimizer step, as the script has no watch()."
+                ],
                 "run more steps, or put `with perf.watch(model):` around the loop.",
             )
         if self.first is not None:
             return (
-                "No step has ended yet: the first one has taken"
-                f" {format_duration(self.first.step_s)} so far, and is in"
-                f" {' > '.join(self.first.inside)}.",
+                [
+                    "No step has ended yet: the first one has taken"
+                    f" {format_duration(self.first.step_s)} so far, and is in"
+                    f" {' > '.join(self.first.inside)}."
+                ],
                 "wait for its end.",
             )
         return (
-            "No step was seen. A step ends with an optimizer's step, a forward pass without gradients"
-            " of the watched model, or w.step().",
+            [
+                "No step was seen.",
+                "A step ends with an optimizer's step, a forward pass without gradients of the watched"
+                " model, or w.step().",
+            ],
             "pass the model to watch(), or call w.step() at the end of your loop.",
         )
 
@@ -354,13 +373,13 @@ class WarmUpEvidence(Evidence, frozen=True, tag="warm_up"):
     parts: dict[str, float]
     """Share of each part in the time of these steps."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         which = "which is" if self.steps == 1 else "all of them"
         duration = describe_warm_up(self.steps, self.longest_s, self.parts)
-        return (
+        return [
             f"Only {format_count(self.steps, 'step')}{' so far' * self.is_live}, {which} warm-up (the"
             f" first {WARM_UP_STEPS} of each rank){duration}."
-        )
+        ]
 
 
 def describe_warm_up(steps: int, longest_s: float | None, parts: Mapping[str, float]) -> str:

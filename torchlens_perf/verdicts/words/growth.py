@@ -28,13 +28,13 @@ class GrowthEvidence(Evidence, frozen=True, tag="growing_steps"):
     def change(self) -> float:
         return self.last_third_s / self.first_third_s - 1
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         first, last = format_duration(self.first_third_s), format_duration(self.last_third_s)
         without = ", without waiting for a CPU," * self.waits_for_cpu
-        return (
+        return [
             f"The step time of the whole job{without} grew by {format_percent(self.change)} over the"
             f" run: {first} in the first third, {last} in the last."
-        )
+        ]
 
 
 def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:

@@ -49,15 +49,15 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
     went_on: bool | None = None
     """For a hang that has ended, true if later steps were finished; None if that is not known."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         if verdict.kind == "hang":
-            return f"{self.opening}. {self.finding}".rstrip()
+            return [f"{self.opening}.", self.finding]
         lasted = f" for {format_duration(self.since_s)}" if self.since_s else ""
         then = {True: ", and went on", False: ", and ended in it", None: ""}[self.went_on]
         share = verdict.cost_share or 0.0
         is_costly = self.went_on and share >= WORTH_A_LINE
         cost = f": {format_percent(share)} of all step time" if is_costly else ""
-        return f"The job hung in step {self.step}{lasted}{then}{cost}. {self.finding}".rstrip()
+        return [f"The job hung in step {self.step}{lasted}{then}{cost}.", self.finding]
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
         return (verdict.cost_s_per_step or 0.0) * run.steps

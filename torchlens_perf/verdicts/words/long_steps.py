@@ -43,17 +43,17 @@ class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
         return self.long["total_s"]
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         more, total = format_duration(self.long["more_s"]), format_duration(self.long["total_s"])
         share = f"{total} in total, {format_percent(self.long['share'])} of all step time"
         several = len(self.long["steps"]) > 1
         if verdict.rank is not None:
             each = " each time" * several
             who = f"{self._others} waited {more}{each} for rank {verdict.rank}"
-            return f"{self._which_stalled}: {who} ({share})."
+            return [f"{self._which_stalled}: {who} ({share})."]
         takes = "takes" if self.long["period"] or self.long["count"] == 1 else "take"
         each = " on average" * (self.long["count"] > 1)
-        return f"{self._which} {takes} {more} longer{each} ({self._why}): {share}."
+        return [f"{self._which} {takes} {more} longer{each} ({self._why}): {share}."]
 
     @property
     def _others(self) -> str:

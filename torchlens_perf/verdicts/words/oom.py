@@ -32,11 +32,11 @@ class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
 
     oom: OutOfMemory
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         oom, table = self.oom, self.oom["table"]
         inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
         also = len(self.ranks) - 1
-        others = f" So did {also} other rank{'s' if also > 1 else ''}." if also else ""
+        others = f"So did {also} other rank{'s' if also > 1 else ''}." if also else ""
         if table is None:
             held = (
                 "No table was written, because memory had run out shortly before: see"
@@ -48,10 +48,12 @@ class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
                 f" {format_bytes(table['inactive_bytes'], 'B')} more were reserved but"
                 f" free.{_describe_largest_owner(table['rows'])}"
             )
-        return (
+        return [
             f"Rank {verdict.rank} ({oom['host']}) ran out of device memory in step"
-            f" {oom['step']}{inside}: {_describe_request(oom)}. {held}{others}"
-        )
+            f" {oom['step']}{inside}: {_describe_request(oom)}.",
+            held,
+            others,
+        ]
 
 
 def build_out_of_memory_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:

@@ -42,7 +42,7 @@ class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
     everywhere: bool
     """True if rest_s was measured in all of the rest."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         held, spent = verdict.held, format_duration(self.spent_s)
         assert held is not None
         assert held.since_step is not None
@@ -55,9 +55,9 @@ class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
             rest = f"where it was measured, {rest}"
         if held.until_step is not None:
             when = format_step_range(held.since_step, held.until_step)
-            return f"{self.what} took {takes} {when}; in the rest of the run, {rest}."
+            return [f"{self.what} took {takes} {when}; in the rest of the run, {rest}."]
         what = self.what[0].lower() + self.what[1:]
-        return f"Since step {held.since_step}, {what} takes {takes}; before, {rest}."
+        return [f"Since step {held.since_step}, {what} takes {takes}; before, {rest}."]
 
 
 def build_run_part_verdict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.run.records import WITHOUT_GRADIENTS
 
 
 def phase_name(phase: str) -> str:
@@ -12,6 +13,7 @@ def phase_name(phase: str) -> str:
     return {
         "data": "data loading",
         "forward": "the forward pass",
+        WITHOUT_GRADIENTS: WITHOUT_GRADIENTS,
         "recompute": "recomputing activations",
         "backward": "the backward pass",
         "optimizer": "the optimizer",

@@ -40,13 +40,13 @@ class UnevenStepsEvidence(Evidence, frozen=True, tag="uneven_steps"):
     longest: tuple[int, ...]
     """The ranks with the most steps."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         ended = format_rank_list(self.ranks)
-        return (
+        return [
             f"{ended.capitalize()} ended normally after {self.fewest} steps, but"
             f" {format_rank_list(self.longest)} made {self.most}: from step {self.fewest} on, other"
             f" ranks trained without {ended}."
-        )
+        ]
 
 
 class DiedEvidence(Evidence, frozen=True, tag="died"):
@@ -63,18 +63,20 @@ class DiedEvidence(Evidence, frozen=True, tag="died"):
     by_oom_killer: bool
     """True if the kernel's OOM killer ended this process."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         step = self.last_step
         place = "before its first step ended" if step is None else f"after step {step}"
         if self.inside:
             place = f"{place}, in {' > '.join(self.inside)}"
         how = name_end(self.end) or "a signal, a crash or os._exit()"
-        ended = f"{how} ended the process before watch() was closed.{_describe_oom_kills(self.end)}"
+        ended, kills = f"{how} ended the process before watch() was closed", self.end
         if self.by_oom_killer:
-            ended = f"killed by the kernel: out of memory ({_describe_memory_limit(self.end)})."
+            ended = f"killed by the kernel: out of memory ({_describe_memory_limit(self.end)})"
+            kills = None
         others = [rank for rank in self.ranks if rank != verdict.rank]
-        too = f" {format_rank_list(others).capitalize()} died, too." if others else ""
-        return f"Rank {verdict.rank} ({self.host}) died {place}: {ended}{too}"
+        too = f"{format_rank_list(others).capitalize()} died, too." if others else ""
+        died = f"Rank {verdict.rank} ({self.host}) died {place}: {ended}."
+        return [died, _describe_oom_kills(kills), too]
 
 
 class FailedEvidence(Evidence, frozen=True, tag="failed"):
@@ -104,23 +106,25 @@ class FailedEvidence(Evidence, frozen=True, tag="failed"):
         """True if a rank without data may have failed before all others."""
         return self.failure["lost_peer"] and not self.closed and self.seen < self.world_size
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         failure, before = self.failure, ""
         place = " of ".join(part for part in (failure["phase"], failure["module"]) if part)
         if self.may_be_unseen:
             seen = f"only {self.seen} of {self.world_size} ranks were seen"
-            before = f" Another rank ended before, or the network failed: {seen}."
-        return (
+            before = f"Another rank ended before, or the network failed: {seen}."
+        return [
             f"Rank {verdict.rank} ({self.host}) failed {describe_failure_time(failure)}"
-            f"{f', in {place}' if place else ''}: {describe_exception(failure)}."
-            f"{_describe_oom_kills(self.end)}{before}{self._describe_ranks_ended_after()}"
-        )
+            f"{f', in {place}' if place else ''}: {describe_exception(failure)}.",
+            _describe_oom_kills(self.end),
+            before,
+            self._describe_ranks_ended_after(),
+        ]
 
     def _describe_ranks_ended_after(self) -> str:
         """Return a sentence on the ranks that ended because of the failure; "" without any."""
         if self.closed:
             how = f" ({', '.join(self.closed_by)})" if self.closed_by else ""
-            return f" Before, {format_rank_list(self.closed)} ended without an exception{how}."
+            return f"Before, {format_rank_list(self.closed)} ended without an exception{how}."
         ends = [
             f"{format_rank_list(ranks)} {how}"
             for ranks, how in (
@@ -130,7 +134,7 @@ class FailedEvidence(Evidence, frozen=True, tag="failed"):
             )
             if ranks
         ]
-        return f" Then the job ended: {', '.join(ends)}." if ends else ""
+        return f"Then the job ended: {', '.join(ends)}." if ends else ""
 
 
 def run_state(live: bool, died: object, failed: object) -> str:
@@ -308,7 +312,7 @@ def _describe_oom_kills(end: ProcessEnd | None) -> str:
     if end is None or not end["oom_kills"]:
         return ""
     count = f"{end['oom_kills']} process{'es' if end['oom_kills'] > 1 else ''}"
-    return f" The kernel's OOM killer ended {count} of its control group ({_describe_memory_limit(end)})."
+    return f"The kernel's OOM killer ended {count} of its control group ({_describe_memory_limit(end)})."
 
 
 def _choose_action(rank: int, evidence: FailedEvidence) -> str:

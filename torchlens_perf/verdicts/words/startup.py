@@ -41,7 +41,7 @@ class StartupEvidence(Evidence, frozen=True, tag="startup"):
     def lost_s(self) -> float:
         return self.before_first_step_s + self.warm_up_more_s
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         parts = f"{format_duration(self.before_first_step_s)} before the first recorded step"
         if self.warm_up_more_s >= _WORTH_NAMING * self.lost_s:
             more = format_duration(self.warm_up_more_s)
@@ -53,7 +53,7 @@ class StartupEvidence(Evidence, frozen=True, tag="startup"):
             parts += f"; torch.compile took {format_duration(self.compile_s)} in this process"
         lost, whole = format_duration(self.lost_s), format_duration(self.whole_s)
         share = format_percent(self.lost_s / self.whole_s)
-        return f"The start takes {share} of the run ({lost} of {whole}): {parts}."
+        return [f"The start takes {share} of the run ({lost} of {whole}): {parts}."]
 
 
 def describe_startup(run: Run) -> str:

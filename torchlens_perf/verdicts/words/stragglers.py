@@ -132,7 +132,7 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     between_modules: bool
     """True if the modules were timed and explain little of the excess in the slow phase."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         cost = "Its cost to the job is not known"
         if verdict.cost_s_per_step is not None and verdict.cost_share is not None:
             it = f"Together with {format_rank_list(self.slow_too)} it" if self.slow_too else "It"
@@ -143,20 +143,20 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         measured = f"{_compare_times(self, verdict.phase, it)}{self._describe_difference()}"
         found = f"{self._describe_ranks(verdict)} in {phase_name(verdict.phase or '')}: {measured}."
         causes = self.describe_causes(verdict)
-        own = self._describe_own_cost()
-        return f"{found} {cost}, {since}.{own}{f' Cause: {causes}' if causes else ''}"
+        cause = f"Cause: {causes}" if causes else ""
+        return [found, f"{cost}, {since}.", self._describe_own_cost(), cause]
 
-    def explain(self, verdict: Verdict) -> str:
+    def explain(self, verdict: Verdict) -> list[str]:
         times = _compare_times(self, verdict.phase, f"rank {verdict.rank}")
         measured = f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
-        return f"{measured}{self._describe_own_cost()}"
+        return [measured, self._describe_own_cost()]
 
     def _describe_own_cost(self) -> str:
         """Return a sentence on the gain of repairing only the rank, next to a cost of several ranks;
         else ""."""
         own_s = self.own_cost_s
         gains = f"{format_duration(own_s)} a step" if own_s else "nothing"
-        return "" if own_s is None else f" Repairing only this rank gains {gains}."
+        return "" if own_s is None else f"Repairing only this rank gains {gains}."
 
     def describe_causes(self, verdict: Verdict) -> str:
         return describe_diagnosis(verdict.diagnosis)
@@ -191,20 +191,21 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
     slow_too: tuple[int, ...]
     """Other ranks that were slow at the time, if they are included in the verdict's cost."""
 
-    def describe(self, verdict: Verdict) -> str:
+    def describe(self, verdict: Verdict) -> list[str]:
         since = "from the start" if self.from_start else f"from step {verdict.since_step}"
         share = format_percent(verdict.cost_share or 0.0)
         is_joint = self.together_since is not None
         together = ", together with ranks slow at that time" if is_joint else ""
-        text = (
+        found = [
             f"Rank {verdict.rank} was slow in {phase_name(verdict.phase or '')} {since} to step"
             f" {self.until_step - 1}: +{format_duration(self.excess_s)} a step{self.describe_pattern()},"
             f" which cost the job {format_duration(verdict.cost_s_per_step or 0.0)} a step"
-            f" ({share}){together}. It is over."
-        )
+            f" ({share}){together}.",
+            "It is over.",
+        ]
         if verdict.diagnosis is not None and verdict.diagnosis.causes:
-            text += f" Seen meanwhile: {describe_cause(verdict.diagnosis.causes[0])[0]}."
-        return text
+            found.append(f"Seen meanwhile: {describe_cause(verdict.diagnosis.causes[0])[0]}.")
+        return found
 
 
 class SlowRankContext(NamedTuple):
