@@ -40,7 +40,7 @@ def test_report_is_plain_text_if_stdout_is_no_terminal(
     out = capsys.readouterr().out
 
     assert "50 steps" in out
-    assert f"directory   {finished.path}" in out
+    assert f"torchlens-perf report {finished.path} --all" in out
     assert "\x1b" not in out
 
 

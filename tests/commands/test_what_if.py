@@ -59,7 +59,7 @@ def test_report_shows_the_class_and_the_gain_of_a_slow_rank_with_the_cost_of_its
     classes = {each.name: each for each in lost.classes}
     assert gains["rank=3@median"] == classes["slow rank"].s_per_step == cost_s
     assert sum(each.s_per_step for each in lost.classes) == pytest.approx(lost.step_s)
-    assert main(["report", str(run)]) == 0
+    assert main(["report", "--all", str(run)]) == 0
     text = capsys.readouterr().out
     assert "slow rank 3" in text
     assert "rank=3@median" in text

@@ -152,7 +152,7 @@ def trained(_one_receiver: Receiver, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_terminal_shows_the_facts_of_the_json(trained: Trained) -> None:
-    assert trained.missing(command("report", str(trained.run.path))) == {}
+    assert trained.missing(command("report", "--all", str(trained.run.path))) == {}
     assert trained.missing(trained.run.report.read_text()) == {}
     assert trained.missing(command("top", str(trained.run.path), "--once")) == {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Period
 from torchlens_perf.verdicts.words.hang import RankStack
-from torchlens_perf.verdicts.words.past import describe_period
+from torchlens_perf.verdicts.words.past import describe_period, format_time_of_day
 from torchlens_perf.view.terminal import render_full
 
 # Number of steps in a window of a short run.
@@ -477,14 +478,26 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
     )
     assert (
         describe_period(over, started)
-        == "in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
-        " 01:02:03 UTC)."
+        == "in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 UTC to"
+        " 2026-11-24 01:02:03 UTC)."
     )
     assert describe_period(
         structs.replace(whole, windows_held=1, windows_judged=1, window_steps=8), started
     ).startswith("in 1 of 1 window of 8 steps, ")
     assert describe_period(at_step, started) == "since step 64."
     assert describe_period(None, started) == ""
+
+
+def test_times_are_in_the_time_zone_of_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The date is left out on the first day of the run in this zone."""
+    started, at = "2026-11-23T23:30:00.000+00:00", "2026-11-23T23:45:00.000+00:00"
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "CET-1")
+        time.tzset()
+        local = format_time_of_day(at, started)
+    time.tzset()
+
+    assert local == "00:45:00 CET"
 
 
 def test_newest_ended_findings_are_listed_as_earlier() -> None:

@@ -321,7 +321,7 @@ class TestTerminal:
     def test_report_in_a_file_or_pipe_is_plain_text(self, run: RunDirectory) -> None:
         """There are no escape sequences, no overlong lines, and no padding."""
         file = io.StringIO()
-        print_report(self.value(run), file, "/runs/1")
+        print_report(self.value(run), file, "/runs/1", whole=True)
         text = file.getvalue()
 
         assert "\x1b" not in text
@@ -350,8 +350,8 @@ class TestTerminal:
 
         # Of 24 ms, the parts are 1, 4, 16, 2 and 1 ms, and 1, 4, 6, 12 and 1 ms.
         assert bars == {
-            "rank 1": "█" * 3 + "▓" * 12 + "▒" * 48 + "░" * 6 + "▚" * 3,
-            "rank 0": "█" * 3 + "▓" * 12 + "▒" * 18 + "░" * 36 + "▚" * 3,
+            "rank 1": "=" * 3 + "█" * 12 + "▓" * 48 + "░" * 6 + "▚" * 3,
+            "rank 0": "=" * 3 + "█" * 12 + "▓" * 18 + "░" * 36 + "▚" * 3,
         }
 
     def test_slow_rank_is_the_first_row_of_the_table(self, run: RunDirectory) -> None:

@@ -110,8 +110,16 @@ KILLED = {"signal": 9, "exit_code": None, "oom_kills": 1, "memory_limit_bytes": 
 @pytest.mark.parametrize(
     ("ends", "rank", "words"),
     [
-        ([{}, KILLED], 1, "killed by the kernel: out of memory (cgroup limit 2.0 GB). Rank 0"),
-        ([{}, {**KILLED, "memory_limit_bytes": None}], 1, "out of memory (memory of the node)."),
+        (
+            [{}, KILLED],
+            1,
+            "killed by the kernel: out of memory (cgroup limit 2.0 GB; the rank used up to 123 ",
+        ),
+        (
+            [{}, {**KILLED, "memory_limit_bytes": None}],
+            1,
+            "out of memory (memory of the node; the rank used up to 123 ",
+        ),
         ([{}, {**KILLED, "oom_kills": 0}], 1, "SIGKILL ended the process before watch() was cl"),
         # One of both was killed for lack of memory, and then the other one by the launcher.
         ([KILLED, KILLED], 0, "closed. The kernel's OOM killer ended 1 process of its control"),

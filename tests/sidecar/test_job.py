@@ -261,7 +261,9 @@ def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
 def test_stacks_of_a_hang_are_read_again_only_if_the_finding_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text, in contrast, always shows the hang's current age."""
+    """The text, in contrast, always shows the hang's current age. The stacks of all ranks are read for
+    their lines of code.
+    """
     asked = []
 
     def stack(pid: int) -> Stack:
@@ -287,8 +289,8 @@ def test_stacks_of_a_hang_are_read_again_only_if_the_finding_changes(
     assert first.stacks == later.stacks == {2: RankStack(("frame 1",), "")}
     # A different finding must be found twice.
     assert hang_at(318.0, state="stopped").stacks == later.stacks
-    assert hang_at(320.0, state="stopped").stacks == {2: RankStack(("frame 2",), "")}
-    assert asked == [os.getpid()] * 2
+    assert hang_at(320.0, state="stopped").stacks == {2: RankStack(("frame 4",), "")}
+    assert asked == [os.getpid()] * 6
 
 
 def test_end_of_a_hang_is_not_reported_as_a_new_hang(

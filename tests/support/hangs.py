@@ -9,5 +9,10 @@ from torchlens_perf.verdicts.words.hang import build_hang_verdict, describe_hang
 
 
 def hang_text(hang: Hang, user_lines: Mapping[int, str] | None = None) -> str:
-    """Return the finding and the action as one line. user_lines: as in describe_hang()."""
-    return build_hang_verdict(describe_hang(hang, {}, user_lines or {})).sentence
+    """Return the finding and the action as one line, and a line for each place of the ranks.
+
+    user_lines: as in describe_hang().
+    """
+    verdict = build_hang_verdict(describe_hang(hang, {}, user_lines or {}))
+    places = "\n".join(verdict.evidence.places)
+    return f"{verdict.explanation} Next: {verdict.action}\n{places}"

@@ -20,7 +20,7 @@ def rank(number: int, **changed: Any) -> RankProgress:
     The rank's last step ended 12 s ago.
     """
     values: dict[str, Any] = {
-        "rank": number, "host": f"node-{'abcdefgh'[number // 2]}", "step": 100, "since_step_s": SINCE_S,
+        "rank": number, "host": f"node-{'abcdefgh'[number // 2 % 8]}", "step": 100, "since_step_s": SINCE_S,
         "report_age_s": 0.0, "usual_step_s": USUAL_S, "issued": {WORLD: 57},
         "inside": ("backward", "wait"), "state": "running",
         "operations": {WORLD: {57: "allreduce"}}, "since_mark_s": 11.9,

@@ -118,7 +118,12 @@ def _print_report(
     if options.json:
         report_json.write_json(report, sys.stdout)
     elif options.html is None:
-        print_report(report, sys.stdout, str(run.path))
+        print_report(
+            report,
+            sys.stdout,
+            str(run.path),
+            whole=options.all or options.price_per_device_hour is not None,
+        )
     code, why = fail_on.choose_exit_code(options.fail_on, report, states)
     print_note(options, why)
     return code
@@ -135,6 +140,11 @@ COMMAND = Command(
     arguments=(
         argument(
             "run_dir", type=Path, nargs="?", help="a run directory; default: the newest run here"
+        ),
+        argument(
+            "--all",
+            action="store_true",
+            help="print all tables; by default, those that fit in 40 lines",
         ),
         one_of(
             argument("--json", action="store_true", help="print JSON"),

@@ -18,11 +18,15 @@ def range_end(until_step: int | None) -> float:
 
 
 def format_step_range(since_step: int, until_step: int | None) -> str:
-    """Format a range of steps: "since step 40", or "from step 40 to 79"."""
+    """Format a range of steps: "since step 40", "from step 40 to 79" or "in step 40"."""
     end = range_end(until_step)
     if end == math.inf:
         return f"since step {since_step}"
-    return f"from step {since_step} to {end - 1:.0f}"
+    return (
+        f"in step {since_step}"
+        if end - 1 == since_step
+        else f"from step {since_step} to {end - 1:.0f}"
+    )
 
 
 class _TextWithAction:

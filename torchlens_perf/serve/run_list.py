@@ -23,7 +23,7 @@ from torchlens_perf.view.headline import (
     Headline,
     build_headlines,
     choose_headline,
-    describe_others,
+    describe_status,
 )
 
 ROWS = 50
@@ -280,7 +280,7 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
     return RunLine(
         *found,
         verdict or _message("NO VERDICT", ""),
-        describe_others(headlines, verdict),
+        describe_status([each for each in headlines if each is not verdict]),
         steps["p50_s"],
         about["world_size"],
         about["ranks_seen"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 MAX_STACKS = 3
+# Limits of reading stacks: ranks, and seconds for all of them.
+_MAX_READ, _MAX_READING_S = 16, 5.0
 
 
 class HangDetector:
@@ -103,7 +106,8 @@ class HangDetector:
                 rank: each.user_line for rank, each in stacks.items() if each.user_line
             }
             reported = {
-                rank: RankStack(tuple(each.lines), each.reason) for rank, each in stacks.items()
+                rank: RankStack(tuple(stacks[rank].lines), stacks[rank].reason)
+                for rank in [rank for rank in hang.look_at if rank in stacks][:MAX_STACKS]
             }
             self.hang = describe_hang(hang, reported, self._user_lines)
             logger.warning("%s", build_hang_verdict(self.hang).sentence)
@@ -128,9 +132,12 @@ class HangDetector:
 
 
 def _read_stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, Stack]:
+    """Read the stacks of ranks of this node: those to look at, then others while there is time."""
     stacks: dict[int, Stack] = {}
-    for rank in hang.look_at:
-        if rank in processes and len(stacks) < MAX_STACKS:
+    deadline_s = time.monotonic() + _MAX_READING_S
+    others = (rank for ranks in hang.places.values() for rank in ranks)
+    for rank in dict.fromkeys((*hang.look_at, *others)):
+        if rank in processes and len(stacks) < _MAX_READ and time.monotonic() < deadline_s:
             identity, stack_file = processes[rank]
             stack = read_main_stack(identity.pid)
             if not stack.lines and stack_file:

@@ -109,6 +109,11 @@ class Evidence(Struct, frozen=True, kw_only=True, tag_field="type"):
         return None
 
     @property
+    def failed_at(self) -> tuple[int, int] | None:
+        """The step and the time (nanoseconds in UTC) of an error that ended a rank, or None."""
+        return None
+
+    @property
     def failure(self) -> Failure | None:
         """The exception that ended the run; None for other verdicts."""
         return None
@@ -127,6 +132,11 @@ class Evidence(Struct, frozen=True, kw_only=True, tag_field="type"):
     def stacks(self) -> Mapping[int, RankStack]:
         """Python stacks that were read while the job hung, by rank."""
         return {}
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The call and the line of code of each group of ranks in a hang, as texts."""
+        return ()
 
     @property
     def stops_run(self) -> bool:

@@ -106,12 +106,9 @@ class VerdictPeriods:
         evidence = verdict.evidence
         if verdict.held is not None:
             return self._period_of_episode(verdict, verdict.held)
-        if verdict.kind == "out_of_memory":
-            (rank,) = (row for row in self.facts["ranks"] if row["rank"] == verdict.rank)
-            oom = rank["out_of_memory"]
-            assert oom is not None
-            since = self.time(oom["time_unix_ns"])
-            return structs.replace(self._period_between(oom["step"], None), since=since)
+        if evidence.failed_at is not None:
+            step, unix_ns = evidence.failed_at
+            return Period(since_step=step, until_step=None, since=self.time(unix_ns))
         if evidence.long is not None:
             return self._period_of_long_steps(evidence.long)
         if verdict.kind == "none" and not verdict.is_undecided:

@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
     format_duration,
     format_percent,
+    format_rounded,
+    format_run_duration,
     printable,
 )
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, NOT_COMPUTING_KINDS, WARNING
+from torchlens_perf.verdicts.words.past import format_time_of_day
 from torchlens_perf.verdicts.words.run_state import describe_failure_time
 from torchlens_perf.view.rank_tables import find_largest_section
 from torchlens_perf.view.theme import PARTS
@@ -64,6 +68,10 @@ class Headline:
     command: str
     """A shell command to copy; "" if no command helps."""
     is_over: bool
+    places: tuple[str, ...] = ()
+    """Where groups of ranks are in a hang, as texts."""
+    loss: str = ""
+    """What a job lost that stopped: time of its ranks, and steps since its last checkpoint."""
     paid_once_s: float | None = None
     """The cost if it is paid once, as for a start; None for a cost per step."""
     whole: str = "step time"
@@ -113,20 +121,15 @@ def choose_headline(found: Sequence[Headline]) -> Headline | None:
     return next(iter([*wrong, *(each for each in now if each.severity == GOOD), *now]), None)
 
 
-def describe_others(found: Sequence[Headline], first: Headline | None) -> str:
-    """Return status and ranks of the current problems other than the first: "SLOW RANK rank 1"."""
-    others = [
-        each
-        for each in found
-        if each is not first and not each.is_over and each.severity in (BAD, WARNING)
-    ]
+def describe_status(found: Sequence[Headline]) -> str:
+    """Return status and ranks of all current problems: "BOTTLENECK + SLOW RANK 1"; "" without one."""
     words = (
-        " ".join(
-            [each.status, *(fact_text(*fact) for fact in each.facts if fact[0].startswith("rank"))]
-        )
-        for each in others
+        " ".join([each.status, *(fact_text(*fact) for fact in each.facts if fact[0][:4] == "rank")])
+        for each in found
+        if not each.is_over and each.severity in (BAD, WARNING)
     )
-    return ", ".join(dict.fromkeys(words))
+    texts = (text.partition(" (")[0].replace("RANK rank ", "RANK ") for text in words)
+    return " + ".join(dict.fromkeys(texts))
 
 
 def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
@@ -144,10 +147,29 @@ def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
         action=printable(f"{row.action} {row.because}".rstrip()),
         command=_suggested_command(row, report, run_dir),
         is_over=row.is_over,
+        places=tuple(map(printable, row.evidence.places)),
+        loss=_describe_loss(row, report),
         paid_once_s=row.lost_s if row.evidence.paid_once_of else None,
         whole=row.evidence.paid_once_of or _describe_step(row),
         first_sentence=printable(row.first_sentence),
     )
+
+
+def _describe_loss(row: Verdict, report: Report) -> str:
+    """Return what the ranks lost because the job stopped; "" for other verdicts."""
+    if not (row.traits.stops_job or row.evidence.stops_run):
+        return ""
+    ranks, texts = report["run"]["world_size"], list[str]()
+    if row.lost_s:
+        hours = f" on {ranks} ranks ({format_rounded(row.lost_s * ranks / 3600)} rank hours)"
+        texts.append(f"{format_run_duration(row.lost_s)}{hours * (ranks > 1)}")
+    attempt = None if report["goodput"] is None else report["goodput"].attempts[-1]
+    if attempt is not None and attempt.saved_step is not None:
+        steps = max(0, attempt.steps - attempt.saved_step)
+        took = format_run_duration(steps * (report["steps"]["mean_s"] or 0.0))
+        count = format_count(steps, "step")
+        texts.append(f"{count} ({took}) since the last recorded checkpoint")
+    return ", ".join(texts)
 
 
 def _describe_step(row: Verdict) -> str:
@@ -199,6 +221,8 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
             found.append(("seen", f"in {held.windows_held} of {held.windows_judged} windows"))
     elif row.since_step is not None:
         found.append(("steps", format_step_range(row.since_step, None)))
+    if held is not None and held.since and (traits.stops_job or evidence.stops_run):
+        found.append(("at", format_time_of_day(held.since, report["run"]["started"])))
     return found
 
 

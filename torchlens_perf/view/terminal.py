@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
     format_coverage,
     format_percent,
     format_run_duration,
@@ -31,7 +32,12 @@ from torchlens_perf.verdicts.words.run_state import (
     join_state,
 )
 from torchlens_perf.verdicts.words.startup import describe_startup
-from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
+from torchlens_perf.view.headline import (
+    Headline,
+    build_headlines,
+    choose_headline,
+    describe_status,
+)
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank, slowest_ranks
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, sanitize_line
 from torchlens_perf.view.step_words import describe_overhead, describe_step_times, step_count_text
@@ -42,27 +48,29 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report
 
-SHORT_LINES = 30
-"""The most lines of the short report."""
+SHORT_LINES, REPORT_LINES = 34, 40
+"""The most lines of the report that rank 0 prints, and of `report` without --all."""
 _PLAIN_WIDTH = 118
 _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
-_MIN_NAME, _STACK_LINES = 12, 10
+_MIN_NAME, _STACK_LINES, _MIN_ROWS = 12, 6, 3
 _WORD_PARTS = re.compile(r"[^./_:=-]*[./_:=-]+|[^./_:=-]+")
 _NOTABLE_SPREAD = 0.1
 """Relative spread of compute times above which the short report lists the ranks even if no
 verdict names one.
 """
-_SHADES = "█▓▒░▚/=:·"
-"""Characters that tell the parts of a bar apart on a terminal without colours."""
 _HEAT_SHADES, _HEAT_RANKS, _HEAT_COLUMNS = "·░▒▓█", 8, 64
 _ASCII = str.maketrans("█▓▒░▚·│…", "#%+-x.|~")
 
 
-def print_report(report: Report, file: IO[str], run_dir: str) -> None:
-    """Print the report: in colour and in the terminal's width on a terminal, else as plain text."""
+def print_report(report: Report, file: IO[str], run_dir: str, *, whole: bool = False) -> None:
+    """Print the report: in colour and in the terminal's width on a terminal, else as plain text.
+
+    whole: True to print all tables; by default, those that fit in REPORT_LINES lines.
+    """
     columns, color = _terminal_width_and_color(file)
-    _write_encodable(render_full(report, run_dir, columns=columns, color=color), file)
+    render = render_full if whole else render_report
+    _write_encodable(render(report, run_dir, columns=columns, color=color), file)
 
 
 def print_tables(
@@ -118,6 +126,13 @@ def render_full(report: Report, run_dir: str, *, columns: int, color: bool) -> s
     )
 
 
+def render_report(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
+    """Return the verdicts and as many tables as fit in REPORT_LINES lines as text."""
+    width = columns or _PLAIN_WIDTH
+    lines = short_report_lines(report, run_dir, width, color=color, most=REPORT_LINES)
+    return lines_to_text(lines, color=color)
+
+
 def render_short(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
     """Return the short report that rank 0 prints at the end of a run.
 
@@ -145,32 +160,50 @@ def lines_to_text(lines: Iterable[Text], *, color: bool) -> str:
 
 
 def short_report_lines(
-    report: Report, run_dir: str, width: int, *, color: bool, page: str = ""
+    report: Report,
+    run_dir: str,
+    width: int,
+    *,
+    color: bool,
+    page: str = "",
+    most: int = SHORT_LINES,
 ) -> list[Text]:
-    """Return the lines of the short report."""
+    """Return the lines of a short report: verdicts, a typical step, and the tables that fit.
+
+    most: the most lines. With at most SHORT_LINES, the only table is that of ranks that differ.
+    """
     found = build_headlines(report, run_dir)
     main = choose_headline(found)
-    lines = [_title_line(report), Text("")]
+    status = describe_status(found)
+    lines = [_title_line(report)]
+    lines += [_labelled_line("status", status, "dim", "bold")] if " + " in status else []
+    lines.append(Text(""))
     if main is not None:
         row = report["verdicts"][found.index(main)]
-        lines += [*verdict_lines(main, width), *list(stack_lines(row, width))[:_STACK_LINES]]
+        # Lines of code of all ranks say more than the stack of one.
+        stacks = [] if any(" in " in place for place in main.places) else stack_lines(row, width)
+        lines += [*verdict_lines(main, width), *list(stacks)[:_STACK_LINES]]
     lines += [*_profile_lines(report, run_dir), *_other_verdict_lines(found, main, width), Text("")]
     lines += [*_step_lines(report, width), *bar_lines(report, main, width, color=color)]
     made = {table.key: table for table in build_tables(report)}
     if "out_of_memory" in made:
-        lines += [Text(""), *table_lines(made["out_of_memory"], width, 5)]
-    end = [Text(""), *_lost_data_lines(report)]
-    end.append(_labelled_line("full report", f"torchlens-perf report {printable(run_dir)}"))
+        lines += [Text(""), *table_lines(made.pop("out_of_memory"), width, 5)]
+    command = f"torchlens-perf report {printable(run_dir)} --all"
+    end = [Text(""), *_recording_lines(report, width), _labelled_line("full report", command)]
     if page:
         end.append(_labelled_line("web page", printable(page)))
-    ranks = next((made[key] for key in made if key in ("device_times", "ranks")), None)
+    ranks = next((made.pop(key) for key in made if key in ("device_times", "ranks")), None)
     is_notable = any(each.kind in ("straggler", "imbalance") for each in found)
-    if ranks is not None and ranks.rows > 1 and (is_notable or _is_spread_notable(ranks)):
-        # The table has 4 other lines: an empty line, the title, the headings, and a line on hidden
+    shown = [] if most <= SHORT_LINES else [*made.values()]
+    if ranks is not None and ranks.rows > 1 and (shown or is_notable or _is_spread_notable(ranks)):
+        shown.insert(0, ranks)
+    for table in shown:
+        # A table has 4 other lines: an empty line, the title, the headings, and a line on hidden
         # rows.
-        room = SHORT_LINES - len(lines) - len(end) - len([*_wrap_text(ranks.note, width, 2)]) - 4
-        if room > 0:
-            lines += _noted_table_lines(ranks, width, min(ranks.first or ranks.rows, room))
+        room = most - len(lines) - len(end) - len([*_wrap_text(table.note, width, 2)]) - 4
+        block = [*_noted_table_lines(table, width, min(table.first or table.rows, max(0, room)))]
+        if room >= min(_MIN_ROWS, table.rows) and len(lines) + len(block) + len(end) <= most:
+            lines += block
     return [*lines, *end]
 
 
@@ -182,13 +215,26 @@ def _other_verdict_lines(
     if main is not None and main.severity == GOOD:
         # The bar of the step already shows the numbers of this verdict.
         now = [each for each in now if each.kind != "compute_bound"]
-    yield from (headline_line(each, width) for each in now[:_ALSO])
-    also = dict.fromkeys(each.status for each in now[_ALSO:] if each.severity != GOOD)
-    if also:
-        yield from _wrap_field("also", ", ".join(also), width)
+    for each in now[:_ALSO]:
+        yield headline_line(each, width)
+        yield from _detail_lines(each, width)
     over = [each for each in found if each.is_over]
     more = f", and {len(over) - 1} more" if len(over) > 1 else ""
     yield from (headline_line(each, width, "earlier", more) for each in over[:1])
+
+
+def _detail_lines(head: Headline, width: int) -> Iterator[Text]:
+    """Yield a few lines on the evidence and the action of a secondary verdict."""
+    room = 2 * (width - 2 - _LABEL) - _MIN_NAME
+    evidence = _first_sentence(head.sentence) if _is_located(head) else ""
+    for label, text in (("evidence", evidence), ("next", head.action)):
+        if text and head.severity != GOOD:
+            yield from _wrap_field(label, textwrap.shorten(text, room, placeholder=" …"), width)
+
+
+def _is_located(head: Headline) -> bool:
+    """Return True if headline_line() shows the place of a verdict instead of its sentence."""
+    return not {"rank", "ranks", "in", "bound by"}.isdisjoint(dict(head.facts))
 
 
 def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator[Text]:
@@ -214,11 +260,10 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     yield from _heat_map_lines(report["heat"], width)
     for table in build_tables(report):
         yield from _noted_table_lines(table, width, table.first or table.rows)
-    quality = report["quality"]
     yield Text("")
-    recording = f"{_records_text(report)}; overhead {describe_overhead(quality)}"
-    yield from _wrap_field("recording", recording, width)
-    yield from _wrap_first("note", quality["notes"], _NOTES, "more notes", width)
+    yield _labelled_line("columns", "are explained in docs/guides/read-the-report.md")
+    yield from _recording_lines(report, width)
+    yield from _wrap_first("note", report["quality"]["notes"], _NOTES, "more notes", width)
     yield _labelled_line("directory", printable(run_dir))
 
 
@@ -273,20 +318,22 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
     style, facts = SEVERITIES[head.severity].terminal, dict(head.facts)
     places = _verdict_location(head)
     seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
-    fields = {
-        "cost": _with_others(head.cost, head),
-        "evidence": f"{head.sentence}{seen}" if places else "",
-        "cause": head.cause if places else "",
-        "held": held,
-        "next": head.action,
-    }
+    fields = [
+        ("cost", "" if head.loss else _with_others(head.cost, head)),
+        ("evidence", f"{head.sentence}{seen}" if places else ""),
+        *itertools.zip_longest(("where",), head.places, fillvalue=""),
+        ("lost", head.loss),
+        ("cause", head.cause if places else ""),
+        ("held", "" if "at" in facts else held),
+        ("next", head.action),
+    ]
     if places:
         lines = _wrap_pieces(head.status, places, width, style, "bold")
     else:
         lines = _wrap_field(head.status, head.sentence, width, style)
-    for label, text in fields.items():
-        if text:
-            lines += _wrap_field(label, text, width, text_style="bold" if label == "cost" else "")
+    for label, text in fields:
+        style = "bold" if label in ("cost", "lost") else ""
+        lines += _wrap_field(label, text, width, text_style=style) if text else []
     return [*lines, _labelled_line("", head.command)] if head.command else lines
 
 
@@ -303,7 +350,8 @@ def _verdict_location(head: Headline) -> list[str]:
     parts = [
         facts[name] for name in ("phase", "in", "bound by", "module", "modules") if name in facts
     ]
-    return [each for each in (*ranks, ", ".join(parts), facts.get("steps", "")) if each]
+    at = f"at {facts['at']}" if "at" in facts else ""
+    return [each for each in (*ranks, ", ".join(parts), facts.get("steps", ""), at) if each]
 
 
 def _with_others(cost: str, head: Headline) -> str:
@@ -320,7 +368,7 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     places = _verdict_location(head)
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
-    if {"rank", "ranks", "in", "bound by"}.intersection(dict(head.facts)):
+    if _is_located(head):
         places[1:1] = [_with_others(head.short_cost, head)] if head.cost else []
         text = f"{', '.join(places)}{more}"
     else:
@@ -371,10 +419,7 @@ def bar_lines(
     ]
     if not seen:
         return []
-    looks = {
-        part: (_SHADES[0 if color else at % len(_SHADES)], PARTS[part].color.terminal)
-        for at, part in enumerate(seen)
-    }
+    looks = {part: (PARTS[part].glyph, PARTS[part].color.terminal) for part in seen}
     room, lines = max(10, width - 2 - _LABEL), []
     for label, found in bars.items():
         line, filled = _labelled_line(label, ""), 0
@@ -427,19 +472,19 @@ def _is_spread_notable(table: Table) -> bool:
     )
 
 
-def _lost_data_lines(report: Report) -> list[Text]:
-    """Return a line on lost records; no line if all records are complete."""
-    quality = report["quality"]
-    whole = not (quality["lost"] or quality["too_deep"]) and (
-        quality["coverage"] >= 1 or not report["steps"]["count"]
+def _recording_lines(report: Report, width: int) -> list[Text]:
+    """Return lines on the completeness and the overhead of the recording."""
+    quality, any_step = report["quality"], report["steps"]["count"] > 0
+    count = len(quality["notes"])
+    notes = f"; {format_count(count, 'note')}" if count else ""
+    text = (
+        f"{quality['records']:,} records, {quality['lost']:,} lost,"
+        f" {format_coverage(quality['coverage'], any_step=any_step)}; overhead"
+        f" {describe_overhead(quality)}{notes}"
     )
-    return [] if whole else [_labelled_line("data lost", _records_text(report), "bold yellow")]
-
-
-def _records_text(report: Report) -> str:
-    quality = report["quality"]
-    complete = format_coverage(quality["coverage"], any_step=report["steps"]["count"] > 0)
-    return f"{quality['records']:,} records, {quality['lost']:,} lost, {complete}"
+    if quality["lost"] or quality["too_deep"] or (any_step and quality["coverage"] < 1):
+        return _wrap_field("data lost", text, width, "bold yellow")
+    return _wrap_field("recording", text, width)
 
 
 def table_lines(table: Table, width: int, rows: int) -> list[Text]:

@@ -165,9 +165,9 @@ def test_hosts_that_wait_for_devices_without_marks_are_a_hang_without_blame() ->
         True,
     )
     assert (
-        "No step for 12.0 s (usually 62.0 ms). Ranks 0-3 are outside all recorded spans. The"
-        " training threads wait there for their devices, in `loss.item()`, train (gpt.py:31), by"
-        " the stacks of ranks 0-1. It is not known what the devices execute: the threads last"
+        "No step for 12.0 s (usually 62.0 ms). The training threads wait for their devices, in"
+        " `loss.item()`, train (gpt.py:31), by the"
+        " stacks of ranks 0-1. It is not known what the devices execute: the threads last"
         " checked them before they began to wait. One device may be stuck in a kernel of its own"
         " while the others wait for it in a collective, or all devices may execute long work. The"
         " records cannot distinguish these cases. Next: see which kernel runs on each rank's device"

@@ -181,7 +181,7 @@ def test_users_line_is_the_innermost_one_outside_libraries(start: Start, tmp_pat
     deadline = time.monotonic() + 30
     while not (stack := read_main_stack(process.pid)).lines[0].startswith("Condition.wait "):
         assert time.monotonic() < deadline, stack
-    assert stack.user_line == "waits.py:3"
+    assert stack.user_line == "waits.py:3 in <module>"
 
 
 @needs_py_spy

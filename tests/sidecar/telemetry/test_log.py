@@ -384,7 +384,7 @@ def test_report_has_a_row_for_each_gpu(
     sidecar.save_state()
     value = build_report(run.run_id, node_state.load_all(run))
     out = io.StringIO()
-    print_report(value, out, "runs/x")
+    print_report(value, out, "runs/x", whole=True)
     hot, cool = value["gpus"]
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
@@ -414,7 +414,7 @@ def test_report_has_no_gpu_table_without_gpus(run: RunDirectory, sidecar: Sideca
     sidecar.save_state()
     value = build_report(run.run_id, node_state.load_all(run))
     out = io.StringIO()
-    print_report(value, out, "runs/x")
+    print_report(value, out, "runs/x", whole=True)
 
     assert (value["gpus"], value["links"]) == ([], [])
     assert "GPU" not in out.getvalue()

@@ -61,7 +61,7 @@ _PTRACE_SCOPES = {
 # Directories of installed packages and of Python's own library.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+t?/")
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
-_SIGNAL_FRAME = re.compile(r'File "(.*)", line (\d+)')
+_SIGNAL_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _SECCOMP_FILTER_MODE = "2"  # value of "Seccomp:" in /proc/PID/status
 
 
@@ -79,8 +79,8 @@ class Stack:
     innermost: tuple[str, int] | None = None
     """File and line of the innermost frame, if py-spy reports them."""
     user_line: str = ""
-    """Innermost line outside Python's and installed libraries, such as "train.py:65"; "" if not
-    known.
+    """Innermost line outside Python's and installed libraries, such as "train.py:65 in main"; "" if
+    not known.
     """
 
 
@@ -220,7 +220,7 @@ def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float
     except OSError as error:
         return Stack((), f"it could not be asked: {error.strerror}")
     found = tuple(line.strip() for line in lines if line.startswith("  File"))
-    frames = [(each[1], each[2]) for each in map(_SIGNAL_FRAME.match, found) if each]
+    frames = [(each[1], each[2], each[3]) for each in map(_SIGNAL_FRAME.match, found) if each]
     return Stack(
         found[:MAX_LINES],
         "" if found else "it did not answer SIGUSR2",
@@ -268,15 +268,17 @@ def _parse_main_stack(pid: int, answer: bytes) -> Stack:
         return Stack((), "the main thread runs no Python code")
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more"]
-    user_line = _find_user_line((str(frame["filename"]), frame["line"]) for frame in frames)
+    user_line = _find_user_line(
+        (str(frame["filename"]), frame["line"], frame["name"]) for frame in frames
+    )
     return Stack(tuple(lines), "", innermost, user_line)
 
 
-def _find_user_line(frames: Iterable[tuple[str, object]]) -> str:
-    """Return the first line outside libraries. frames: file and line, innermost first."""
-    for path, line in frames:
+def _find_user_line(frames: Iterable[tuple[str, object, object]]) -> str:
+    """Return the first line outside libraries. frames: file, line and function, innermost first."""
+    for path, line, function in frames:
         if not (path.startswith(("<", _PACKAGE)) or _LIBRARY.search(path)):
-            return f"{os.path.basename(path)}:{line}"
+            return f"{os.path.basename(path)}:{line} in {function}"
     return ""
 
 

@@ -22,9 +22,8 @@ from torchlens_perf.verdicts.kinds import past_kind
 from torchlens_perf.verdicts.verdict import WORTH_A_LINE, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.verdict import RankStack as RankStack
 
-# A sentence lists at most this many ranks with hosts, and at most this many places.
-_MAX_NAMED = 4
-# The largest number of nested spans that a sentence lists.
+# The largest numbers of ranks with hosts, of places, and of nested spans that a text lists.
+_MAX_NAMED, _MAX_PLACES = 4, 6
 _MAX_SPANS = 6
 
 
@@ -48,8 +47,15 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
     """The action to take."""
     went_on: bool | None = None
     """For a hang that has ended, true if later steps were finished; None if that is not known."""
+    places: tuple[str, ...] = ()
+    """Texts such as "ranks 0,2-7: allreduce 57 of group 0, train.py:57 in main", one for each group of
+    ranks."""
 
     def describe(self, verdict: Verdict) -> list[str]:
+        where = _capitalize("; ".join(self.places))
+        return [*self.explain(verdict), where and f"{where}."]
+
+    def explain(self, verdict: Verdict) -> list[str]:
         if verdict.kind == "hang":
             return [f"{self.opening}.", self.finding]
         lasted = f" for {format_duration(self.since_s)}" if self.since_s else ""
@@ -60,7 +66,7 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
         return [f"The job hung in step {self.step}{lasted}{then}{cost}.", self.finding]
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
-        return (verdict.cost_s_per_step or 0.0) * run.steps
+        return self.since_s
 
     @property
     def stops_run(self) -> bool:
@@ -120,7 +126,7 @@ def describe_hang(
             f" {_format_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
         )
     if hang.operations and hang.collective:
-        finding = _describe_different_calls(hang, hang.collective, user_lines)
+        finding = _describe_different_calls(hang, hang.collective)
     else:
         finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
     return HangEvidence(
@@ -131,7 +137,8 @@ def describe_hang(
         stacks,
         opening,
         f"{finding} {_additional_sentences(hang)}".rstrip(),
-        _next_action(hang),
+        _next_action(hang, user_lines),
+        places=_list_places(hang, user_lines),
         ranks=tuple(each.progress.rank for each in hang.blocking),
         cause=hang.kind,
     )
@@ -247,15 +254,11 @@ _SAME = {
 }
 
 
-def _describe_different_calls(
-    hang: Hang, collective: Collective, user_lines: Mapping[int, str]
-) -> str:
-    calls = []
-    for operation, ranks in sorted(hang.operations.items(), key=lambda item: item[1]):
-        line = next((user_lines[rank] for rank in ranks if rank in user_lines), "")
-        calls.append(
-            f"{_format_ranks(ranks)} called {operation}" + (f" (at {line})" if line else "")
-        )
+def _describe_different_calls(hang: Hang, collective: Collective) -> str:
+    calls = [
+        f"{_format_ranks(ranks)} called {operation}"
+        for operation, ranks in sorted(hang.operations.items(), key=lambda item: item[1])
+    ]
     number = f"{collective.sequence} of group {collective.group}"
     return (
         f"{_capitalize(', '.join(calls))} as collective {number}: {_DIFFERENCES[hang.difference]}."
@@ -279,7 +282,7 @@ def _describe_entered_by_all(hang: Hang) -> str:
     if hang.collective is not None:
         name = collective_name(hang.collective)
         found = f"{count} ranks have entered {name}: no rank keeps the others waiting."
-    return f"{found} {_why_no_device_is_named(hang)}{_describe_open_spans(hang)}"
+    return f"{found} {_why_no_device_is_named(hang)}".rstrip()
 
 
 def _why_no_device_is_named(hang: Hang) -> str:
@@ -342,7 +345,7 @@ def _describe_missing_reports(hang: Hang) -> str:
 
 
 def _describe_unrelated_waits(hang: Hang) -> str:
-    return f"No recorded collective shows which rank waits for which. {_describe_open_spans(hang)}"
+    return "No recorded collective shows which rank waits for which."
 
 
 def _describe_single_rank(hang: Hang) -> str:
@@ -356,7 +359,7 @@ def _describe_blocked_threads(hang: Hang) -> str:
     assert devices is not None
     stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_format_ranks(devices.asked)}"
     return (
-        f"{_describe_open_spans(hang)} The training threads wait there for their devices, in {devices.waits_in},"
+        f"The training threads wait for their devices, in {devices.waits_in},"
         f" by the {stacks}. It is not known what the devices execute: the threads last checked them"
         " before they began to wait. One device may be stuck in a kernel of its own while the"
         " others wait for it in a collective, or all devices may execute long work. The records"
@@ -366,7 +369,7 @@ def _describe_blocked_threads(hang: Hang) -> str:
 
 def _describe_pause(hang: Hang) -> str:
     return (
-        f"{_describe_open_spans(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or"
+        "No rank waits for another: a checkpoint, an evaluation, a compilation or"
         " a server without requests looks like this."
     )
 
@@ -376,23 +379,6 @@ _FINDINGS: dict[str, Callable[[Hang], str]] = {
     "unheard": _describe_missing_reports, "apart": _describe_unrelated_waits, "alone": _describe_single_rank,
     "blocked": _describe_blocked_threads, "pause": _describe_pause,
 }  # fmt: skip
-
-
-def _describe_open_spans(hang: Hang) -> str:
-    """Return a sentence on the open spans of all ranks.
-
-    Spans of only a few ranks are listed first, because they are unusual.
-    """
-    order = sorted(hang.places.items(), key=lambda item: (len(item[1]), item[1]))
-    parts = [
-        f"{_format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {open_spans_phrase(inside)}"
-        for inside, ranks in order
-    ]
-    if len(parts) > _MAX_NAMED:
-        parts[_MAX_NAMED:] = [
-            f"and {_format_count(len(parts) - _MAX_NAMED, 'more place', 'more places')}"
-        ]
-    return _capitalize("; ".join(parts)) + "."
 
 
 def _additional_sentences(hang: Hang) -> str:
@@ -435,16 +421,36 @@ def device_place_from_mark(mark: DeviceMark, name: str) -> LastDeviceMark:
     return LastDeviceMark(mark.step, mark.place, words, stood_s, mark.kind, mark.is_end)
 
 
+def _list_places(hang: Hang, user_lines: Mapping[int, str]) -> tuple[str, ...]:
+    """Return where the living ranks are: blocking ranks first, then places of few ranks."""
+    calls = {rank: name for name, ranks in hang.operations.items() for rank in ranks}
+    calls |= {rank: collective_name(where) for rank, where in hang.cycle}
+    if hang.collective and not calls:
+        calls = dict.fromkeys(hang.waiting, collective_name(hang.collective))
+    found: dict[str, list[int]] = {}
+    for inside, ranks in hang.places.items():
+        for rank in ranks:
+            parts = (
+                calls.get(rank),
+                open_spans_phrase(inside) if inside else "",
+                user_lines.get(rank),
+            )
+            place = ", ".join(filter(None, parts)) or open_spans_phrase(())
+            found.setdefault(place, []).append(rank)
+    blocking = {each.progress.rank for each in hang.blocking}
+    order = sorted(found, key=lambda place: (blocking.isdisjoint(found[place]), len(found[place])))
+    texts = [f"{_format_ranks(found[place])}: {place}" for place in order[:_MAX_PLACES]]
+    rest = len(order) - len(texts)
+    return (*texts, *[_format_count(rest, "more place", "more places")] * (rest > 0))
+
+
 # -- the action
 
 
-def _next_action(hang: Hang) -> str:
+def _next_action(hang: Hang, user_lines: Mapping[int, str]) -> str:
     if hang.blocking:
-        return _action_on_blocking_rank(
-            next(
-                (each for each in hang.blocking if _has_main_problem(each, hang)), hang.blocking[0]
-            )
-        )
+        main = [each for each in hang.blocking if _has_main_problem(each, hang)] or hang.blocking
+        return _action_on_blocking_rank(main[0], user_lines)
     look = (
         f"look at the Python stack of rank {hang.look_at[0]}"
         if hang.look_at
@@ -479,9 +485,12 @@ def _has_main_problem(blocking: BlockingRank, hang: Hang) -> bool:
     return blocking.problem in _GRAVE.get(hang.kind, (hang.kind,))
 
 
-def _action_on_blocking_rank(blocking: BlockingRank) -> str:
+def _action_on_blocking_rank(blocking: BlockingRank, user_lines: Mapping[int, str]) -> str:
     each = blocking.progress
-    who = f"rank {each.rank} on {each.host}"
+    who, line = f"rank {each.rank} on {each.host}", user_lines.get(each.rank)
+    look = (
+        f"{f'find out what {line} waits for on' if line else 'look at the Python stack of'} {who}."
+    )
     if blocking.problem == "device":
         return (
             f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb,"
@@ -532,7 +541,7 @@ def _action_on_blocking_rank(blocking: BlockingRank) -> str:
             "give all ranks the same number of steps: drop_last=True, a DistributedSampler, or "
             "torch.distributed.algorithms.Join."
         ),
-    }.get(blocking.problem, f"look at the Python stack of {who}.")
+    }.get(blocking.problem, look)
 
 
 # -- names

@@ -32,6 +32,10 @@ class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
 
     oom: OutOfMemory
 
+    @property
+    def failed_at(self) -> tuple[int, int]:
+        return self.oom["step"], self.oom["time_unix_ns"]
+
     def describe(self, verdict: Verdict) -> list[str]:
         oom, table = self.oom, self.oom["table"]
         inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""

@@ -99,9 +99,9 @@ def describe_period(held: Period | None, started: str | None) -> str:
     if held is None or held.since_step is None:
         return ""
     steps = format_step_range(held.since_step, held.until_step)
-    times = [_time_of_day(each, started) for each in (held.since, held.until) if each is not None]
+    times = [format_time_of_day(each, started) for each in (held.since, held.until) if each]
     lasts = held.until_step is None
-    at = f" ({' to '.join(times)} UTC)" if times and (lasts or len(times) == 2) else ""
+    at = f" ({' to '.join(times)})" if times and (lasts or len(times) == 2) else ""
     if not held.windows_judged:
         return f"{steps}{at}."
     windows = format_count(held.windows_judged, "window")
@@ -109,11 +109,12 @@ def describe_period(held: Period | None, started: str | None) -> str:
     return f"in {some}, {steps}{at}."
 
 
-def _time_of_day(at: str, started: str | None) -> str:
-    """Return the time of day of an ISO timestamp.
+def format_time_of_day(at: str, started: str | None) -> str:
+    """Return an ISO timestamp in the local time zone, such as "03:12:05 CET".
 
     The date is added if it is not the date on which the run started.
     """
-    moment = datetime.datetime.fromisoformat(at)
-    is_first_day = started is not None and started.startswith(f"{moment:%Y-%m-%d}")
-    return f"{moment:%H:%M:%S}" if is_first_day else f"{moment:%Y-%m-%d %H:%M:%S}"
+    moment = datetime.datetime.fromisoformat(at).astimezone()
+    began = None if started is None else datetime.datetime.fromisoformat(started).astimezone()
+    is_first_day = began is not None and began.date() == moment.date()
+    return f"{moment:%H:%M:%S %Z}" if is_first_day else f"{moment:%Y-%m-%d %H:%M:%S %Z}"

@@ -62,6 +62,8 @@ class DiedEvidence(Evidence, frozen=True, tag="died"):
     """How the process of this rank ended; None if that is not known."""
     by_oom_killer: bool
     """True if the kernel's OOM killer ended this process."""
+    used_bytes: int | None = None
+    """The most resident memory of this rank at the end of a step; None if not known."""
 
     def describe(self, verdict: Verdict) -> list[str]:
         step = self.last_step
@@ -71,8 +73,9 @@ class DiedEvidence(Evidence, frozen=True, tag="died"):
         how = name_end(self.end) or "a signal, a crash or os._exit()"
         ended, kills = f"{how} ended the process before watch() was closed", self.end
         if self.by_oom_killer:
-            ended = f"killed by the kernel: out of memory ({_describe_memory_limit(self.end)})"
-            kills = None
+            used = self.used_bytes and f"; the rank used up to {format_bytes(self.used_bytes, 'B')}"
+            limit = f"{_describe_memory_limit(self.end)}{used or ''}"
+            ended, kills = f"killed by the kernel: out of memory ({limit})", None
         others = [rank for rank in self.ranks if rank != verdict.rank]
         too = f"{format_rank_list(others).capitalize()} died, too." if others else ""
         died = f"Rank {verdict.rank} ({self.host}) died {place}: {ended}."
@@ -100,6 +103,10 @@ class FailedEvidence(Evidence, frozen=True, tag="failed"):
     seen: int
     """Number of ranks with data."""
     world_size: int
+
+    @property
+    def failed_at(self) -> tuple[int, int]:
+        return self.failure["step"], self.failure["unix_ns"]
 
     @property
     def may_be_unseen(self) -> bool:
@@ -365,6 +372,7 @@ def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
                 host,
                 end,
                 by_oom_killer,
+                first["memory"]["max_bytes"] if first["memory"]["device"] is None else None,
                 ranks=tuple(rank["rank"] for rank in died),
             ),
         )
