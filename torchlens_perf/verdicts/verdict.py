@@ -225,8 +225,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     @property
     def first_sentence(self) -> str:
-        """The finding in its first sentence."""
-        return next(iter(self.evidence.describe(self)), "")
+        """The measurement in its first sentence."""
+        return next(iter(self.evidence.explain(self) or self.evidence.describe(self)), "")
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class Headline:
     whole: str = "step time"
     """The time of which the cost is a share."""
     first_sentence: str = ""
-    """The finding in one sentence; "" for headlines that are not of a report."""
+    """The first sentence of `sentence`; "" for headlines that are not of a report."""
 
     @property
     def cost_unit(self) -> str:
