@@ -109,7 +109,7 @@ def test_random_job_gives_no_hang_or_a_consistent_one(
     hang = find_hang(progress, groups)
     if hang is None:
         return
-    line = hang_text(hang)
+    line, *_ = hang_text(hang).splitlines()
     told = {
         r
         for r, each in progress.items()
@@ -238,4 +238,4 @@ def test_missing_rank_of_ten_thousand_is_blamed_in_a_short_text(missing: int) ->
 
     assert hang is not None
     assert (hang.kind, named(hang)) == ("missing", [missing])
-    assert len(hang_text(hang)) < 400
+    assert len(hang_text(hang)) < 600

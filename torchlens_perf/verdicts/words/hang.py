@@ -16,15 +16,15 @@ from torchlens_perf.analysis.collectives.hang import (
 )
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.clock import DeviceMark
-from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.verdicts.kinds import past_kind
 from torchlens_perf.verdicts.verdict import WORTH_A_LINE, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.verdict import RankStack as RankStack
 
-# The largest numbers of ranks with hosts, of places, and of nested spans that a text lists.
+# The largest numbers of ranks with hosts, of places, of nested spans, and of ranges that a text lists.
 _MAX_NAMED, _MAX_PLACES = 4, 6
-_MAX_SPANS = 6
+_MAX_SPANS, _MAX_RANGES = 6, 8
 
 
 class HangEvidence(Evidence, frozen=True, tag="hang"):
@@ -559,7 +559,8 @@ def _name_ranks_with_hosts(blocking_ranks: Sequence[BlockingRank]) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(ranks)}"
+    found = format_rank_list(ranks)
+    return found if found.count(",") < _MAX_RANGES else f"{len(ranks)} ranks"
 
 
 def _capitalize(words: str) -> str:
