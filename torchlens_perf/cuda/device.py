@@ -137,8 +137,3 @@ class _DeviceWords:
         self.__cuda_array_interface__ = {
             "shape": (count,), "typestr": "<i8", "data": (address, False), "version": 3,
         }  # fmt: skip
-
-
-def decline_merging(device: CudaDevice) -> None:
-    """Report that this rank cannot merge, on a rank that does not record."""
-    device.all_ranks_agree(device.create_process_group(), able=False)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +74,8 @@ class DeviceRing:
         self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
         self.slots, self._places = slots, places
         self._names: dict[str, int] = {}
-        self._on_the_way = False
+        self.is_pending = False
+        """True if there is a reduction whose result has not been collected."""
         self.leftovers: list[ReusableMemory] = []
         """Memory of earlier watches that cuda/aggregate.py can use again."""
         # Event after which no other stream reads the rows.
@@ -110,7 +111,10 @@ class DeviceRing:
         buffer: Any = (ctypes.c_int64 * (self._rows_size // 8)).from_address(self._host_memory)
         *self._rows, _ = view_tables(np.ctypeslib.as_array(buffer), slots, ROW_WIDTHS)
         self._stamp_arguments: dict[tuple[int, int], KernelArguments] = {}
-        self._reduce_arguments = self._pack_reduce_arguments()
+        inputs = [
+            self._memory[name] for name in ("start_ns", "duration_ns", "head", "tail", "bounds")
+        ]
+        self._reduce_arguments = pack_reduce_arguments(inputs, self._memory["rows"], slots, places)
 
     def assign_slot(self, name: str) -> int:
         """Return the slot of a section, or NO_SLOT if all slots are taken."""
@@ -120,11 +124,6 @@ class DeviceRing:
                 return NO_SLOT
             slot = self._names[name] = len(self._names)
         return slot
-
-    @property
-    def is_pending(self) -> bool:
-        """True if there is a reduction whose result has not been collected."""
-        return self._on_the_way
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -143,10 +142,10 @@ class DeviceRing:
 
     def discard_earlier_stamps(self, stream: int) -> None:
         """Discard all earlier stamps, and the result of a reduction that has not been collected."""
-        if self._on_the_way:
+        if self.is_pending:
             # The discarded result must not overwrite a later one.
             self._driver.wait_for_event(stream, self._arrived)
-            self._on_the_way = False
+            self.is_pending = False
         self._driver.copy_on_device(
             self._memory["tail"], self._memory["head"], 4 * self.slots, stream
         )
@@ -170,7 +169,7 @@ class DeviceRing:
         stream is being captured. The rings then continue to fill. Concurrent stamps of other
         streams are part of this result or of the next result.
         """
-        if self._on_the_way or self._driver.is_capturing(stream):
+        if self.is_pending or self._driver.is_capturing(stream):
             return False
         if self.readers_done is not None:
             self._driver.wait_for_event(stream, self.readers_done)
@@ -184,7 +183,7 @@ class DeviceRing:
         )
         self._driver.copy_to_host(self._host_memory, self._memory["rows"], self._rows_size, stream)
         self._driver.record_event(self._arrived, stream)
-        self._on_the_way = True
+        self.is_pending = True
         return True
 
     def collect_result(self) -> ReducedWindow | None:
@@ -192,9 +191,9 @@ class DeviceRing:
 
         Queries the device once. Must not be called while any stream is being captured.
         """
-        if not self._on_the_way or not self._driver.has_event_passed(self._arrived):
+        if not self.is_pending or not self._driver.has_event_passed(self._arrived):
             return None
-        self._on_the_way = False
+        self.is_pending = False
         return ReducedWindow(*(rows.copy() for rows in self._rows))
 
     def _pack_stamp_arguments(self, close: int, open_: int) -> KernelArguments:
@@ -205,11 +204,11 @@ class DeviceRing:
             [*addresses, np.int32(close), np.int32(open_), np.uint32(self._places - 1)]
         )
 
-    def _pack_reduce_arguments(self) -> KernelArguments:
-        inputs = [
-            np.uint64(self._memory[name])
-            for name in ("start_ns", "duration_ns", "head", "tail", "bounds")
-        ]
-        before = [0, *itertools.accumulate(8 * self.slots * width for width in ROW_WIDTHS[:-1])]
-        rows = [np.uint64(self._memory["rows"] + offset) for offset in before]
-        return KernelArguments([*inputs, *rows, np.uint32(self._places - 1)])
+
+def pack_reduce_arguments(
+    inputs: Sequence[int], rows: int, slots: int, places: int
+) -> KernelArguments:
+    """Return the arguments of reduce_window. inputs, rows: device addresses."""
+    offsets = itertools.accumulate((8 * slots * width for width in ROW_WIDTHS[:-1]), initial=0)
+    addresses = [*inputs, *(rows + offset for offset in offsets)]
+    return KernelArguments([*map(np.uint64, addresses), np.uint32(places - 1)])

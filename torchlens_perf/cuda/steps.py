@@ -15,16 +15,15 @@ the block has not been copied by the next window, the steps become part of the w
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
+from torchlens_perf.cuda.driver import CudaDriver
 from torchlens_perf.cuda.reduction import ROW_WIDTHS, view_tables
-from torchlens_perf.cuda.stamps import REDUCE_THREADS, ReusableMemory
+from torchlens_perf.cuda.stamps import REDUCE_THREADS, ReusableMemory, pack_reduce_arguments
 from torchlens_perf.run.device.step_parts import StepPart
 
 ROWS = len(StepPart)
@@ -81,7 +80,12 @@ class StepReduction:
         self._heads = words[ROWS * PLACES :].view(np.uint32)
         self.tables = view_tables(self._rows, ROWS, ROW_WIDTHS)[:3]
         """The tables of sums, largest and exact rows on the device."""
-        self._arguments = self._pack_arguments(bounds)
+        durations = self._block.data_ptr()
+        heads = durations + 8 * ROWS * PLACES
+        # The starts of steps are not copied. The kernel receives the durations instead, and results
+        # computed from starts are not read.
+        inputs = [durations, durations, heads, heads + 8 * _HEADS, bounds]
+        self._arguments = pack_reduce_arguments(inputs, self._rows.data_ptr(), ROWS, PLACES)
 
     def enqueue_reduction(self, known: PendingSteps, stream: int) -> bool:
         """Enqueue the reduction of all known steps, and remove the steps. Raises DeviceError.
@@ -101,14 +105,3 @@ class StepReduction:
             self._reduce, ROWS, REDUCE_THREADS, 8 * PLACES, stream, self._arguments
         )
         return True
-
-    def _pack_arguments(self, bounds: int) -> KernelArguments:
-        durations, rows = self._block.data_ptr(), self._rows.data_ptr()
-        heads = durations + 8 * ROWS * PLACES
-        tails = heads + 8 * _HEADS
-        # The starts of steps are not copied. The kernel receives the durations instead, and results
-        # computed from starts are not read.
-        inputs = [durations, durations, heads, tails, bounds]
-        before = [0, *itertools.accumulate(8 * ROWS * width for width in ROW_WIDTHS[:-1])]
-        addresses = [*inputs, *(rows + offset for offset in before)]
-        return KernelArguments([*(np.uint64(each) for each in addresses), np.uint32(PLACES - 1)])

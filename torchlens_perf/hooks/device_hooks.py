@@ -43,12 +43,11 @@ def decline_configured_merging(config: Config) -> None:
     without an answer from this rank.
     """
     if config.aggregate == "device":
-        from torchlens_perf.cuda.device import decline_merging
         from torchlens_perf.recorder.devices import find_accelerator
 
         device = find_device_for_kernels(find_accelerator())
         if device is not None:
-            decline_merging(device)
+            device.all_ranks_agree(device.create_process_group(), able=False)
 
 
 def find_device_for_kernels(kind: str) -> CudaDevice | None:

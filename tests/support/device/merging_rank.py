@@ -27,7 +27,6 @@ import torchlens_perf as perf
 from tests.support.device.fake_device import FakeDevice, FakeTorchDevice
 from tests.support.recording import recorded, records_of
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
-from torchlens_perf.cuda.device import decline_merging
 from torchlens_perf.cuda.section_stamper import MERGE_STEPS, DeviceSectionHook
 from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.run.device.merged_rows import unpack_row
@@ -71,7 +70,7 @@ def main() -> None:
     with recorded(Path(folder) / str(rank)) as recording:
         session = recording.watch._session
         if "--off" in options and rank == 1:
-            decline_merging(torch_device)
+            torch_device.all_ranks_agree(torch_device.create_process_group(), able=False)
         else:
             session.attach(
                 [DeviceSectionHook(torch_device, torch_device.now_ns, aggregate=True, known=known)]
