@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchlens_perf.interruption import ours
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.run import ownership
 
 SOURCES = Path(__file__).parents[1] / "native"
@@ -90,11 +90,11 @@ def find_tap_files(name: str) -> Iterator[tuple[Path, str | None]]:
 @functools.cache
 def load_tap() -> Any | None:
     """Return the tap, or None if it is missing or cannot be loaded."""
-    for path in _find_trusted_files():
-        try:
-            return load_tap_file(path)
-        except ours(ImportError):
-            continue
+    with suppress(OSError):  # The package may have been installed without its source.
+        for path, refused in find_tap_files(build_file_name()):
+            if refused is None:
+                with suppress(ImportError):
+                    return load_tap_file(path)
     return None
 
 
@@ -138,14 +138,6 @@ def describe_missing_tap() -> str:
     problems = "; ".join(list_tap_problems())
     remedy = "torchlens-perf build-tap builds the native tap"
     return f"{remedy} ({problems})" if problems else remedy
-
-
-def _find_trusted_files() -> Iterator[Path]:
-    try:
-        yield from (path for path, refused in find_tap_files(build_file_name()) if refused is None)
-    except ours(OSError):
-        # The package was installed without its source.
-        return
 
 
 def load_tap_file(path: Path) -> ModuleType:
