@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -208,10 +209,9 @@ def _quantile_ns(sketch: Sketch, q: float) -> float:
 def merge_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
     """Concatenate the rows of several nodes, and merge rows with the same key."""
     found: dict[LinkKey, LinkStatistics] = {}
-    for node in nodes:
-        for each in node:
-            known = found.get(each.key)
-            found[each.key] = each if known is None else known.merged_with(each)
+    for each in itertools.chain.from_iterable(nodes):
+        known = found.get(each.key)
+        found[each.key] = each if known is None else known.merged_with(each)
     return list(found.values())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -196,9 +197,8 @@ class OperationStatistics:
 def merge_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:
     """Concatenate the rows of several nodes, and merge rows with the same key."""
     found: dict[OperationKey, OperationStatistics] = {}
-    for node in nodes:
-        for each in node:
-            found.setdefault(each.key, OperationStatistics(each.key)).merge(each)
+    for each in itertools.chain.from_iterable(nodes):
+        found.setdefault(each.key, OperationStatistics(each.key)).merge(each)
     return list(found.values())
 
 

@@ -482,6 +482,5 @@ def _indexes_of_equal_pairs(first: Integers, second: Integers) -> tuple[Integers
 
 def _parts_of_kinds(kinds: Integers, part_of: dict[int, int]) -> Integers:
     lookup = np.zeros(max(part_of) + 1, np.int64)
-    for kind, part in part_of.items():
-        lookup[kind] = part
+    lookup[list(part_of)] = list(part_of.values())
     return lookup[kinds]

@@ -100,10 +100,10 @@ class GpuTotals:
         """
         shares = {
             "power": self._share_of_time("throttle_power_ns"),
-            "thermal": self._largest_share_of_time(
+            "thermal": self._share_of_time(
                 "throttle_thermal_ns", "throttle_sw_thermal_ns", "throttle_hw_thermal_ns"
             ),
-            "hw_slowdown": self._largest_share_of_time(
+            "hw_slowdown": self._share_of_time(
                 "throttle_hw_thermal_ns", "throttle_hw_power_brake_ns"
             ),
             "sync_boost": self._share_of_time("throttle_sync_boost_ns"),
@@ -116,15 +116,11 @@ class GpuTotals:
                 shares[reason] = found / asked
         return {reason: share for reason, share in shares.items() if share is not None}
 
-    def _share_of_time(self, counter: str) -> float | None:
-        over_ns = self.grown_ns.get(counter)
-        return min(1.0, self.grown[counter] / over_ns) if over_ns else None
-
-    def _largest_share_of_time(self, *counters: str) -> float | None:
+    def _share_of_time(self, *counters: str) -> float | None:
         """Return the largest of these counters' fractions of time, which may overlap."""
+        known = (each for each in counters if self.grown_ns.get(each))
         return max(
-            (share for share in map(self._share_of_time, counters) if share is not None),
-            default=None,
+            (min(1.0, self.grown[each] / self.grown_ns[each]) for each in known), default=None
         )
 
     def to_signals(self) -> dict[str, float]:

@@ -55,8 +55,7 @@ _PART_OF_KIND = {
 
 def _part_of_each_kind() -> npt.NDArray[np.int64]:
     parts = np.full(256, -1)
-    for kind, part in _PART_OF_KIND.items():
-        parts[kind] = PARTS.index(part)
+    parts[list(_PART_OF_KIND)] = [PARTS.index(part) for part in _PART_OF_KIND.values()]
     return parts
 
 
