@@ -58,14 +58,13 @@ class RecentRankTimes:
         if most < 2:
             return {}
         newest = max((key for key in known if known[key] == most), key=_end_of_bin)
-        found = {}
-        for what, values in zip(("work", "wait"), self._rows[newest], strict=True):
-            there = values[~np.isnan(values)].astype(np.float64)
-            for name, value in zip(
-                _QUANTILES, np.quantile(there, list(_QUANTILES.values())), strict=True
-            ):
-                found[what, name] = float(value) / 1e9
-        return found
+        times_ns = self._rows[newest].astype(np.float64)
+        quantiles_s = np.nanquantile(times_ns, list(_QUANTILES.values()), axis=1) / 1e9
+        return {
+            (what, name): value
+            for what, of_what in zip(("work", "wait"), quantiles_s.T.tolist(), strict=True)
+            for name, value in zip(_QUANTILES, of_what, strict=True)
+        }
 
 
 def _end_of_bin(key: tuple[int, int]) -> int:
