@@ -61,8 +61,6 @@ class HardwareSignals:
     def take_gpu_signals(self, uuid: str, now_ns: int) -> dict[str, float]:
         """Return a GPU's signals from the samples since the last call, or {} without samples."""
         samples, elapsed_s = self._take_samples(uuid, now_ns)
-        if not samples:
-            return {}
         measured = compute_signals(GpuTotals(), samples)
         # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank, not a cause.
         clocks = compute_signals(

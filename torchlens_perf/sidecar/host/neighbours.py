@@ -57,8 +57,10 @@ class CpuNeighbours:
                 ticks = now.ticks - (before.ticks if before is not None else 0)
                 if ticks > 0 and (before is None or before.name == now.name):
                     self._used[pid] = now, ticks * per_s
-            for cpu, ticks in busy_ticks.items():
-                self._busy[cpu] = (ticks - self._busy_ticks.get(cpu, ticks)) * per_s
+            self._busy = {
+                cpu: (ticks - self._busy_ticks.get(cpu, ticks)) * per_s
+                for cpu, ticks in busy_ticks.items()
+            }
             self._update_weighted_use()
         self._processes, self._busy_ticks, self._before_s = processes, busy_ticks, now_s
         return usable

@@ -48,6 +48,8 @@ class TelemetryLog:
     ) -> None:
         """saved: the run_totals() of an earlier sidecar. gpus, links, now: replaced in tests."""
         self._gpus = gpus if gpus is not None else GpuTelemetry()
+        self.notes = self._gpus.notes
+        """Reasons why values are not measured."""
         self._links = links if links is not None else LinkTelemetry()
         self._now = now if now is not None else HostClock().anchor
         self._writer = SampleWriter(run, host)
@@ -106,11 +108,8 @@ class TelemetryLog:
         self._add_unwritten(now, [*gpus.values(), *links.values()])
 
     def _add_unwritten(self, now: Anchor, samples: Sequence[Sample]) -> None:
-        self._unwritten += samples
-        over = len(self._unwritten) - _MAX_UNWRITTEN
-        if over > 0:
-            del self._unwritten[:over]
-            self._lost += over
+        self._lost += max(0, len(self._unwritten) + len(samples) - _MAX_UNWRITTEN)
+        self._unwritten = [*self._unwritten, *samples][-_MAX_UNWRITTEN:]
         if self._first_sample_ns is None:
             self._first_sample_ns = self._written_ns = now.monotonic_ns
 
@@ -132,11 +131,6 @@ class TelemetryLog:
     def port_names(self) -> list[str]:
         """Names of the ports that have samples."""
         return [name for name in self._link_totals if name in self._recent]
-
-    @property
-    def notes(self) -> list[str]:
-        """Reasons why values are not measured."""
-        return self._gpus.notes
 
     def write_if_due(self, disk_bytes: int, *, final: bool = False) -> None:
         """Write new samples if a file is due or the run has ended. Raises OSError."""
