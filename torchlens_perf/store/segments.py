@@ -324,8 +324,6 @@ def _build_span_table(chunk: RecordChunk) -> pa.Table:
 
 def _build_step_table(chunk: RecordChunk) -> pa.Table:
     steps = chunk.steps
-    # A process that computes needs memory, so 0 means that it was not measured.
-    memory = np.where(steps.memory_bytes > 0, steps.memory_bytes, -1)
     return pa.table(
         {
             **_build_origin_columns(chunk.origin, len(steps)),
@@ -339,7 +337,8 @@ def _build_step_table(chunk: RecordChunk) -> pa.Table:
                 f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i])
                 for i, part in enumerate(PARTS)
             },
-            "memory_bytes": _null_if_negative(memory),
+            # A process that computes needs memory, so 0 means that it was not measured.
+            "memory_bytes": pa.array(steps.memory_bytes, mask=steps.memory_bytes <= 0),
             "micro_steps": steps.micro_steps,
             "flags": steps.flags,
             "workload": _null_if_negative(steps.workload),
