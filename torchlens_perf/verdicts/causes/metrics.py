@@ -52,13 +52,13 @@ SLOTS = 32
 MIN_BEFORE_S = 4.0
 _FIRST_SLOT_S = 1.0
 _MAX_COUNTED = 60_000
-_INDEX = {name: index for index, name in enumerate(METRICS)}
 _IS_CLOCK = np.array([name in CLOCKS for name in METRICS])
 # Signals that count rare events. Page faults are not rare while their cause lasts.
 _BURSTS = (
     "ecc_errors_per_s", "remapped_rows_per_s", "xids_per_s", "pcie_replays_per_s", "nvlink_errors_per_s",
     "link_errors_per_s", "alloc_retries_per_step",
 )  # fmt: skip
+_INDEX = {name: index for index, name in enumerate(METRICS)}
 _IS_BURST = np.array([name in _BURSTS for name in METRICS])
 
 
@@ -68,8 +68,7 @@ def encode_signals(values: Mapping[str, float]) -> npt.NDArray[np.float16]:
     Missing signals are NaN, and large ones are clipped.
     """
     row = np.full(len(METRICS), np.nan, np.float64)
-    for name, value in values.items():
-        row[_INDEX[name]] = value
+    row[[_INDEX[name] for name in values]] = list(values.values())
     return np.clip(row, -65504, 65504).astype(np.float16)
 
 
@@ -91,9 +90,8 @@ class _TimeSlot:
     def grow_to(self, ranks: int) -> None:
         missing = ranks - len(self.counts)
         if missing > 0:
-            empty = np.zeros((missing, len(METRICS)))
-            self.means = np.concatenate([self.means, empty.astype(self.means.dtype)])
-            self.counts = np.concatenate([self.counts, empty.astype(np.uint16)])
+            self.means = np.pad(self.means, ((0, missing), (0, 0)))
+            self.counts = np.pad(self.counts, ((0, missing), (0, 0)))
 
     def add_sample(self, at: npt.NDArray[np.int64], values: npt.NDArray[np.float16]) -> None:
         """Add a sample of the ranks at the indices `at`. NaN values are ignored."""

@@ -99,8 +99,7 @@ class StragglerDetector:
     def add_rows(self, rank: int, rows: BinBatch | None) -> BinBatch | None:
         """Add rows of a rank, in the order of their steps. Return these rows."""
         if rows is not None and len(rows):
-            population = self.places.get(rank, Placement()).population
-            self.add_bin_batch(population, rows)
+            self.add_bin_batch(self.places.get(rank, Placement()).population, rows)
         return rows
 
     def add_bin_batch(self, population: str, block: BinBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -202,7 +203,5 @@ def cause_class(episode: Episode) -> str:
 
 def count_stragglers_by_class(findings: Findings) -> dict[str, int]:
     """Return the number of slow ranks of each class. All classes are included."""
-    counts = dict.fromkeys(_CLASSES, 0)
-    for episode in findings.slow_now:
-        counts[cause_class(episode)] += 1
-    return counts
+    counts = Counter(map(cause_class, findings.slow_now))
+    return {each: counts[each] for each in _CLASSES}
