@@ -105,12 +105,9 @@ class Mailbox:
 def read_question(mailbox: Path) -> str | None:
     """Return the question in an ANSWER mailbox; None if it has no question. Called by the sidecar."""
     try:
-        descriptor = os.open(mailbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        asked = ownership.read_regular_file(mailbox, 64).decode(errors="replace")
     except ours(OSError):
-        return None
-    with open(descriptor, "rb", buffering=0) as file:
-        text = file.read(64)
-    asked = text.decode(errors="replace")
+        return None  # A longer text is an answer.
     return asked if asked in (RESULTS, STEPS) else None
 
 

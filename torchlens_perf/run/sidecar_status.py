@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from torchlens_perf.interruption import suppress
+from torchlens_perf.run import ownership
 from torchlens_perf.run.processes import process_start_ticks
 
 SEVERAL_NODES = "--several-nodes"
@@ -43,13 +44,10 @@ def read_status(path: str) -> tuple[int, int, str]:
     path: path of the lock file. Raise OSError if the file cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        line = ownership.read_regular_file(path, BYTES)
     except FileNotFoundError:
         return 0, 0, ""
-    try:
-        words = os.read(descriptor, BYTES).decode(errors="replace").split(maxsplit=2)
-    finally:
-        os.close(descriptor)
+    words = line.decode(errors="replace").split(maxsplit=2)
     if len(words) < 3 or not (words[0].isdigit() and words[1].isdigit()):
         return 0, 0, ""
     return int(words[0]), int(words[1]), words[2].strip()

@@ -53,8 +53,7 @@ def _read_failure(source: RingSource) -> Failure | None:
     state, path = source.state, decode_path(source.state.facts.error_file)
     try:
         written_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
-        content = ownership.read_regular_file(path, _MAX_BYTES)
-        text = _find_text(msgspec.json.decode(content))
+        text = _find_text(msgspec.json.decode(ownership.read_regular_file(path, _MAX_BYTES)))
     except (OSError, ValueError, RecursionError):
         # ValueError: of an invalid path, of JSON, and of Unicode.
         return None
