@@ -366,9 +366,8 @@ class Watch(LiveResultMethods):
 
         watch = self._recording_watch()
         off = "it has not begun, or the log says why not" if self._enabled else "it is switched off"
-        run = None
-        if self.run_dir is not None:
-            run = RunDirectory(self.run_dir, shared=watch._config.is_shared)
+        folder, shared = self.run_dir, watch._config.is_shared
+        run = None if folder is None else RunDirectory(folder, shared=shared)
         return RunHandle(run, watch._session, watch._config.sidecar, f"nothing is recorded: {off}")
 
     @above_standard_streams()

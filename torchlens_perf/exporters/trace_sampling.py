@@ -180,9 +180,8 @@ class StepSampler:
         """Return True if a step may be sent, and spend its spans."""
         if not self._spans_per_s:
             return True
-        part = min(1.0, _BURST_S * self._spans_per_s / spans)
-        if candidate.because == VERDICT:
-            part = 1.0
+        is_verdict = candidate.because == VERDICT
+        part = 1.0 if is_verdict else min(1.0, _BURST_S * self._spans_per_s / spans)
         if candidate.because in (FIRST, NUMBER):
             thinning = self._find_thinning(step, spans * part)
             return self._takes_part(step, part) and (

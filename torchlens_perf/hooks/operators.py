@@ -45,10 +45,8 @@ class OperatorHook:
             reason = "the setting collectives is off"
         elif tap is None:
             reason = NO_TAP
-        elif torch.version.debug:
-            reason = "this torch is a debug build"
         else:
-            reason = ""
+            reason = "this torch is a debug build" if torch.version.debug else ""
         session.facts.operators_missing = reason
         session.publish()
         if reason:

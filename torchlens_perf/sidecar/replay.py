@@ -125,8 +125,9 @@ def replay(
                 elif traced:
                     sent = set(chosen)
                 else:
-                    of_live_run = process.facts.settings.trace_every
-                    every = of_live_run if trace_every is None else trace_every
+                    every = (
+                        process.facts.settings.trace_every if trace_every is None else trace_every
+                    )
                     sent = steps_traced_by_number(table.step.tolist(), every)
                 sending.send(build_export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():

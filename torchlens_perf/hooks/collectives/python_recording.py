@@ -65,8 +65,7 @@ class PythonRecording:
             return None
         if on_cpu:
             return Issued(ticket, end, None)
-        if (group, device) not in self._session.metadata.device_groups:
-            self._session.metadata.device_groups.add((group, device))
+        self._session.metadata.device_groups.add((group, device))
         stalls = None if is_async else self._session.clocks.stalls
         return Issued(ticket, end, None if stalls is None else stalls.begin_collective())
 
