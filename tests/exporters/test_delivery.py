@@ -224,7 +224,7 @@ def test_number_of_items_and_sources_in_memory_is_bounded() -> None:
     for step in range(20_000):
         sender.queue_items(spans_of("a", "b"), source(step, 2))
     sender.close(10)
-    assert sender._queued_items <= 10
+    assert sender._count_queued() <= 10
     assert len(sender.undelivered_sources()) <= 8192 + 5
     assert sender.waiting + sender.lost == sender.put == 40_000
 

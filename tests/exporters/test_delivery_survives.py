@@ -104,7 +104,7 @@ def test_queue_stays_within_its_limits_while_a_request_is_in_flight() -> None:
     for step in range(1, 41):
         exporter.export(batch_of(identity(), [step], spans_a_step=510))
     sender = exporter._senders["traces"]
-    assert sender._queued_items == 16384
+    assert sender._count_queued() == 16384
     assert sender.waiting == sender.put == 512 * 41
     assert [each.step for each in exporter.find_undelivered().steps] == [
         *range(1, 9),

@@ -102,7 +102,6 @@ class Sender:
         self._changed = threading.Condition()
         self._queue: deque[_Queued] = deque()
         self._in_flight: list[_Queued] = []
-        self._queued_items = 0
         self._oldest_s = math.inf
         self._dropped: dict[UndeliveredStep, int] = {}
         self._closing = self._ended = self._woken = False
@@ -124,9 +123,7 @@ class Sender:
                 self.put -= self._dropped.pop(source, 0)
             if not self._queue:
                 self._oldest_s = self._clock()
-            for part in parts:
-                self._queue.append(_Queued(part, count_items(part), source))
-                self._queued_items += self._queue[-1].count
+            self._queue.extend(_Queued(part, count_items(part), source) for part in parts)
             self._drop_oldest()
             if not self.is_failing:
                 self._wake()
@@ -145,7 +142,7 @@ class Sender:
         """
         found: list[UndeliveredStep] = []
         with self._changed:
-            room = 0 if self.is_failing else self._limits.max_items - self._queued_items
+            room = 0 if self.is_failing else self._limits.max_items - self._count_queued()
             for source in self._dropped:
                 if room <= 0:
                     break
@@ -174,7 +171,7 @@ class Sender:
         """Number of items that are not delivered and not lost."""
         with self._changed:
             in_flight = sum(each.count for each in self._in_flight)
-            return in_flight + self._queued_items + sum(self._dropped.values())
+            return in_flight + self._count_queued() + sum(self._dropped.values())
 
     @property
     def can_rebuild(self) -> bool:
@@ -279,7 +276,6 @@ class Sender:
             was_failing = self.is_failing
             if answer.outcome is SendOutcome.LATER:
                 self._queue.extendleft(reversed(sent))
-                self._queued_items += count
                 self._oldest_s = -math.inf
                 self._drop_oldest()
                 self._schedule_retry(answer.after_s)
@@ -314,11 +310,14 @@ class Sender:
         self._woken = True
         self._changed.notify_all()
 
+    def _count_queued(self) -> int:
+        return sum(each.count for each in self._queue)
+
     def _is_due(self) -> bool:
         return bool(self._queue) and self._seconds_until_due() <= 0
 
     def _seconds_until_due(self) -> float:
-        if self._queued_items >= self._limits.batch_items:
+        if self._count_queued() >= self._limits.batch_items:
             return 0.0
         return self._oldest_s + self._limits.delay_s - self._clock() if self._queue else math.inf
 
@@ -330,19 +329,17 @@ class Sender:
                 break
             self._in_flight.append(self._queue.popleft())
             count += self._in_flight[-1].count
-            self._queued_items -= self._in_flight[-1].count
         if count and self._queue:
             self._oldest_s = self._clock()
 
     def _drop_oldest(self) -> None:
         most = 0 if self._limits.replaces else self._limits.max_items
-        while self._queued_items > most and len(self._queue) > 1:
+        while self._count_queued() > most and len(self._queue) > 1:
             step = self._queue[0].source
             # A step that is larger than the queue is sent as a whole.
             if isinstance(step, UndeliveredStep) and step is self._queue[-1].source:
                 break
             dropped = self._queue.popleft()
-            self._queued_items -= dropped.count
             if self._limits.replaces:
                 self.put -= dropped.count
             elif isinstance(dropped.source, UndeliveredStep):
