@@ -5,7 +5,9 @@ A value is None or missing if it was never measured. It is never shown as 0.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 from torchlens_perf.run.hardware_samples import (
@@ -82,13 +84,9 @@ class GpuTotals:
 
         Like a typical step, it does not depend on a start-up, an evaluation or a pause.
         """
-        intervals = sum(self.busy_percents.values())
-        seen = 0
-        for percent in sorted(self.busy_percents):
-            seen += self.busy_percents[percent]
-            if 2 * seen >= intervals:
-                return percent / 100
-        return None
+        percents = sorted(self.busy_percents)
+        seen = list(itertools.accumulate(self.busy_percents[each] for each in percents))
+        return percents[bisect.bisect_left(seen, seen[-1] / 2)] / 100 if seen else None
 
     def throttled_shares(self) -> dict[str, float]:
         """Return for each reason the fraction of time with throttled clocks.

@@ -718,10 +718,12 @@ class RankStatistics:
         found, order, starts = _group_by_kind_and_name(
             records["kind"][rows], records["name_id"][rows]
         )
-        sketches = []
-        for kind, name_id in found:
-            table = self.sections if kind == Kind.SECTION else self.module_backwards
-            sketches.append(table.setdefault(lookup_name(names, name_id), Sketch()))
+        sketches = [
+            (self.sections if kind == Kind.SECTION else self.module_backwards).setdefault(
+                lookup_name(names, name_id), Sketch()
+            )
+            for kind, name_id in found
+        ]
         add_to_sketches(sketches, records["duration_ns"][rows[order]], starts)
 
     def sums_of_typical_steps(self) -> DurationRangeSums:
