@@ -109,8 +109,5 @@ def find_device(*tensors: Any) -> str:
 def count_payload_bytes(value: Any) -> int:
     """Return the size in bytes of the tensors in nested lists."""
     if isinstance(value, (list, tuple)):
-        total = 0
-        for part in value:
-            total += count_payload_bytes(part)
-        return total
+        return sum(map(count_payload_bytes, value))
     return value.numel() * value.element_size() if hasattr(value, "element_size") else 0
