@@ -141,10 +141,6 @@ NO_CODE = {
     ): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("docs/explanation/how-it-works.md", "training process"): "a drawing",
     (
-        "docs/explanation/verdicts.md",
-        "SLOW RANK",
-    ): "part of a report: tests/simulate/test_planted.py",
-    (
         "docs/guides/gpu.md",
         "Typical step of each rank",
     ): "part of a report: tests/simulate/test_simulated_devices.py",

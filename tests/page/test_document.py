@@ -105,7 +105,7 @@ def test_every_section_with_content_is_there_without_scripts(
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
     expected = [key for key, _, section in SECTIONS if section(shown) is not None]
 
-    assert sections == ["figures", *expected]
+    assert sections == ["verdicts", "figures", *expected[1:]]
     assert {
         "verdicts",
         "ranks",
@@ -120,10 +120,11 @@ def test_every_section_with_content_is_there_without_scripts(
     assert {f"#{key}" for key in expected} <= set(links)
 
 
-def test_heat_map_is_directly_below_the_verdict(page: Parsed) -> None:
+def test_verdict_is_the_first_section(page: Parsed) -> None:
+    """On a phone, key figures above it would hide it."""
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
 
-    assert sections[:4] == ["figures", "verdicts", "heat", "steps"]
+    assert sections[:4] == ["verdicts", "figures", "heat", "steps"]
 
 
 def test_charts_say_that_they_need_scripts(page: Parsed) -> None:

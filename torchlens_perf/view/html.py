@@ -89,8 +89,10 @@ def _build_fact(name: str, text: str) -> Element:
 def _build_advice(headline: Headline) -> list[Element | None]:
     return [
         tag("p", headline.sentence, class_="finding"),
+        tag("p", tag("b", "Where:"), [[tag("br"), each] for each in headline.places])
+        if headline.places
+        else None,
         tag("p", tag("b", "Lost:"), f" {headline.loss}") if headline.loss else None,
-        tag("ul", [tag("li", each) for each in headline.places]) if headline.places else None,
         tag("p", tag("b", "Cause:"), f" {headline.cause}") if headline.cause else None,
         tag("p", tag("b", "Next:"), f" {headline.action}", class_="action")
         if headline.action

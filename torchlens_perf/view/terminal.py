@@ -303,7 +303,8 @@ def _run_duration_s(report: Report) -> float | None:
     run = report["run"]
     try:
         since, until = map(
-            datetime.datetime.fromisoformat, (run["started"] or "", run["last_step_at"] or "")
+            datetime.datetime.fromisoformat,
+            (run["started"] or "", run["as_of" if run["live"] else "last_step_at"] or ""),
         )
     except ValueError:
         return None

@@ -72,8 +72,10 @@ def build_document(contents: PageContents, parts: PageParts | None = None) -> st
         tag(
             "main",
             parts.elements,
+            # The verdict is the first section, above the key figures.
+            sections[0][-1],
             build_key_figures(report, status),
-            [made for _, _, made in sections],
+            [made for _, _, made in sections[1:]],
         ),
         tag(
             "footer",
