@@ -150,7 +150,9 @@ COMMAND = Command(
                 " captures"
             ),
         ),
-        argument("--no-wait", action="store_true", help="only ask"),
+        argument(
+            "--no-wait", action="store_true", help="send the request and return without the files"
+        ),
     ),
     run=_run_capture,
 )

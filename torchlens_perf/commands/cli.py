@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from torchlens_perf.commands import (
     top,
     what_if,
 )
-from torchlens_perf.commands.command import Command, argument
+from torchlens_perf.commands.command import Command, argument, versions_text
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown_word_text
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(_help_text())
             return 0
         if arguments[0] == "--version":
-            print(_versions_text())
+            print(versions_text())
             return 0
         if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
             run.exec_recorded_python(arguments[1:])
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             block_pandas_import()
         return options.command(options)
     except TorchlensPerfError as error:
-        return _fail(printable(str(error)))
+        # An argument is a line.
+        return _fail("\n".join(map(printable, map(str, error.args))))
     except MemoryError:
         return _fail("there is not enough memory to read the files of the run")
     except KeyboardInterrupt:
@@ -90,19 +92,6 @@ def _help_text() -> str:
     for title, commands in _GROUPS.items():
         lines += ["", f"{title}:", *(f"  {each.name:14} {each.summary}" for each in commands)]
     return _HELP.format(commands="\n".join(lines))
-
-
-def _versions_text() -> str:
-    """Return the versions of this package, torch and Python, without importing torch."""
-    from importlib import metadata
-
-    from torchlens_perf.version import VERSION
-
-    try:
-        torch = f"torch {metadata.version('torch')}"
-    except metadata.PackageNotFoundError:
-        torch = "torch is not installed"
-    return f"torchlens-perf {VERSION} ({torch}, Python {'.'.join(map(str, sys.version_info[:3]))})"
 
 
 def _unknown_command_text(name: str) -> str:
@@ -158,14 +147,11 @@ def _run_build_tap(options: argparse.Namespace) -> int:
 def _run_doctor(options: argparse.Namespace) -> int:
     from torchlens_perf.commands.doctor import BROKEN, OK, run_checks, summarize
 
-    checks = list(run_checks())
-    if options.quiet:
-        lines = [str(check) for check in checks if check.severity != OK]
-    else:
-        lines = [str(check) for check in checks] if options.verbose else list(summarize(checks))
-    for line in lines:
-        print(printable(line))
-    return 1 if any(check.severity == BROKEN for check in checks) else 0
+    checks, again = itertools.tee(run_checks())
+    listed = (str(each) for each in checks if options.verbose or each.severity != OK)
+    for line in listed if options.quiet or options.verbose else summarize(checks):
+        print(printable(line), flush=True)
+    return 1 if any(check.severity == BROKEN for check in again) else 0
 
 
 _SIDECAR = Command(

@@ -60,6 +60,19 @@ def titled(title: str, *rows: Row) -> Row:
     return lambda parser: _add_rows(parser.add_argument_group(title), rows)
 
 
+def versions_text() -> str:
+    """Return the versions of this package, torch and Python, without importing torch."""
+    from importlib import metadata
+
+    from torchlens_perf.version import VERSION
+
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "torch is not installed"
+    return f"torchlens-perf {VERSION} ({torch}, Python {'.'.join(map(str, sys.version_info[:3]))})"
+
+
 def _add_rows(group: Any, rows: tuple[Row, ...]) -> None:
     for row in rows:
         row(group)

@@ -73,8 +73,10 @@ def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
         )
         return _record_in_turn(options)
     if options.sides:
-        count = len(options.sides)
-        require(count == 2, f"compare needs two folders, before and after, got {count}")
+        require(
+            len(options.sides) == 2,
+            f"compare needs two folders, before and after, got {len(options.sides)}",
+        )
         before, after = (find_runs(each) for each in options.sides)
         return before, after
     require(bool(options.before and options.after), "both --before and --after are needed")

@@ -1,6 +1,7 @@
 """`torchlens-perf doctor`: show which data a run in this environment can record, and remedies.
 
-`summarize()` is the command's usual output. With `--verbose` the command prints each check.
+`summarize()` is the command's usual output. With `--verbose` the command prints each check. Checks
+that need no torch are made first, because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from torchlens_perf import config
+from torchlens_perf.commands.command import versions_text
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import directory
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.rings import memory
 from torchlens_perf.store.run_folders import default_folder
-from torchlens_perf.version import VERSION
 
 OK, LIMITED, BROKEN = 0, 1, 2
 _WORDS = {OK: "ok     ", LIMITED: "limited", BROKEN: "broken "}
-_PLATFORM, _TORCH, _STORED, _EXPORT = "platform", "torch", "run directories", "OpenTelemetry"
+_STORED, _EXPORT = "run directories", "OpenTelemetry"
+_LABELS = {"system": "system", _STORED: "stored", _EXPORT: "export"}
+"""Labels of the checks whose findings are shown if they pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,34 +48,23 @@ class Check:
         return f"{_WORDS[self.severity]} {self.subject}: {self.finding}{remedy}"
 
 
-def summarize(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield lines about what a run records here, and each problem with its remedy."""
-    by_subject = {check.subject: check for check in checks}
-
-    def finding(subject: str) -> str:
-        check = by_subject.get(subject)
-        return check.finding if check is not None and check.severity == OK else ""
-
-    problems = [check for check in checks if check.severity != OK]
-    recorded = ", ".join(
-        check.records for check in checks if check.records and check.severity == OK
-    )
-    torch = f", torch {version}" if (version := finding(_TORCH)) else ""
-    yield _format_line("system", f"torchlens_perf {VERSION}, {finding(_PLATFORM)}{torch}")
-    if recorded and not any(check.severity == BROKEN for check in problems):
-        yield _format_line("recorded", recorded)
-    for check in problems:
-        yield _format_line(_WORDS[check.severity].strip(), f"{check.subject}: {check.finding}")
-        if check.remedy:
+def summarize(checks: Iterable[Check]) -> Iterator[str]:
+    """Yield lines as checks are made: the system, each problem with its remedy, and what a run records."""
+    records, results = [], Counter[int]()
+    for check in checks:
+        results[check.severity] += 1
+        if check.severity != OK:
+            yield _format_line(_WORDS[check.severity].strip(), f"{check.subject}: {check.finding}")
+        elif check.subject in _LABELS:
+            yield _format_line(_LABELS[check.subject], check.finding)
+        if check.severity != OK and check.remedy:
             yield _format_line("", f"fix: {check.remedy}")
-    for label, subject in (("stored", _STORED), ("export", _EXPORT)):
-        if found := finding(subject):
-            yield _format_line(label, found)
-    passed = f"{len(checks) - len(problems)} of {len(checks)} checks passed"
-    yield _format_line(
-        "details",
-        f"torchlens-perf doctor --verbose ({passed}{'' if problems else ', nothing to do'})",
-    )
+        records += [check.records] if check.records and check.severity == OK else []
+    if records and not results[BROKEN]:
+        yield _format_line("recorded", ", ".join(records))
+    passed = f"{results[OK]} of {results.total()} checks passed"
+    nothing = "" if results[OK] < results.total() else ", nothing to do"
+    yield _format_line("details", f"torchlens-perf doctor --verbose ({passed}{nothing})")
 
 
 def _format_line(label: str, text: str) -> str:
@@ -84,9 +77,8 @@ def run_checks() -> Iterator[Check]:
 
     of_collectives = (_check_tap, _check_nccl) if find_recording_obstacle() is None else ()
     checks = (
-        _check_platform, _check_recorder, _check_torch, check_telemetry, *of_collectives,
-        _check_autoload, _check_settings, _check_ring_folder, _check_run_directory, _check_export, _check_stacks,
-        _check_nvtx_tools,
+        _check_system, _check_recorder, _check_autoload, _check_settings, _check_ring_folder, _check_run_directory,
+        _check_export, _check_stacks, _check_nvtx_tools, _check_torch, check_telemetry, *of_collectives,
     )  # fmt: skip
     for check in checks:
         try:
@@ -96,10 +88,10 @@ def run_checks() -> Iterator[Check]:
             yield Check(BROKEN, name, f"could not be examined: {type(error).__name__}: {error}")
 
 
-def _check_platform() -> list[Check]:
+def _check_system() -> list[Check]:
     linux = sys.platform == "linux"
-    text = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    return [Check(OK if linux else BROKEN, _PLATFORM, text, "ring files need Linux")]
+    text = f"{versions_text()}, {platform.system()} {platform.machine()}"
+    return [Check(OK if linux else BROKEN, "system", text, "record on Linux")]
 
 
 def _check_recorder() -> list[Check]:
@@ -120,23 +112,20 @@ def _check_tap() -> Iterator[Check]:
 
     cache = os.environ.get("XDG_CACHE_HOME")
     if cache is not None and not os.path.isabs(cache):
-        finding = f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored"
-        remedy = "unset the variable, or set an absolute path"
-        yield Check(LIMITED, "cache of native code", finding, remedy)
+        yield Check(
+            LIMITED,
+            "cache of native code",
+            f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored",
+            "set an absolute path",
+        )
     hooked = process_group_hooks.are_available()
     is_loaded = native_tap.load_tap() is not None
-    if is_loaded:
-        finding = "native" + (", which costs less than torch's own hooks" if hooked else "")
-    else:
-        used = (
-            "torch's own hooks are used: each collective costs 9 us"
-            if hooked
-            else "recorded from Python, as torch before 2.14 has no hooks: each collective costs 50 us"
-        )
+    finding = "native" + (", which costs less than torch's own hooks" if hooked else "")
+    if not is_loaded:
         problems = "; ".join(native_tap.list_tap_problems())
         finding = (
-            f"{used}, end times of asynchronous collectives are missing, and FLOPs are not counted"
-            f"{f' ({problems})' if problems else ''}"
+            f"{problems or 'not compiled for this torch'}. Each collective takes {9 if hooked else 50} us"
+            " longer, asynchronous ones have no end times, and FLOPs are not counted"
         )
     yield Check(
         OK if is_loaded else LIMITED,
@@ -163,14 +152,14 @@ def _check_nccl() -> list[Check]:
         (
             nccl_plugin.load_plugin() is None,
             nccl_plugin.find_plugin_problem(),
-            "install a C compiler and reinstall into a folder that only you can write",
+            "reinstall with a C compiler, into a folder that only you can write",
         ),
         (asked_for == 0, "not timed", "use NCCL 2.28 to 2.30"),
-        (other is not None, "another plugin was chosen", f"without {other}, ours is used"),
+        (other is not None, "another plugin was chosen", f"remove {other}"),
         (
             by_default == 0,
             "not timed with this NCCL",
-            f"TORCHLENS_PERF_NCCL=on times one step of {asked_for}, see docs/guides/gpu.md",
+            f"set TORCHLENS_PERF_NCCL=on, which times one step of {asked_for} (docs/guides/gpu.md)",
         ),
     )
     for is_found, problem, remedy in problems:
@@ -196,14 +185,16 @@ def _check_torch() -> Iterator[Check]:
     oldest, newest = torch_private.OLDEST_TORCH, torch_private.NEWEST_TORCH
     tested = "tested with {}.{} to {}.{}".format(*oldest, *newest)
     finding = torch.__version__ + (f" ({tested})" if version > newest else "")
-    yield Check(OK if version >= oldest else LIMITED, _TORCH, finding, tested)
+    yield Check(
+        OK if version >= oldest else LIMITED, "torch", finding, f"install a torch that was {tested}"
+    )
     names = torch_private.PRIVATE_NAMES
     missing = [entry for entry in names if not torch_private.is_usable(entry.name)]
     found = f"{len(names) - len(missing)} of {len(names)} that hooks use work"
     yield Check(OK, "torch's internals", found)
     for entry in missing:
         finding = f"missing: {entry.without}"
-        yield Check(LIMITED, entry.name, finding, "look for a newer torchlens-perf")
+        yield Check(LIMITED, entry.name, finding, "install a newer torchlens-perf")
     kind = devices.find_accelerator()
     yield from _check_device(kind)
     if kind == "cuda":
@@ -220,8 +211,12 @@ def _check_device(kind: str) -> Iterator[Check]:
     for ability in ABILITIES if kind else ():
         found = find_ability_problem(ability, torch.device(kind))
         finding = f"missing ({found}): {ability.without}" if found else "works"
-        remedy = "look for a newer torch for this device"
-        yield Check(LIMITED if found else OK, f"{kind}: {ability.name}", finding, remedy)
+        yield Check(
+            LIMITED if found else OK,
+            f"{kind}: {ability.name}",
+            finding,
+            "install a newer torch for this device",
+        )
 
 
 def _check_cuda() -> Iterator[Check]:
@@ -240,8 +235,7 @@ def _check_cuda() -> Iterator[Check]:
         LIMITED if one_connection else OK,
         "device times",
         f"{torch.cuda.get_device_name()}: {how}",
-        "TORCHLENS_PERF_DEVICE_TIMES=on records them, but then communication does not overlap"
-        " computation",
+        "set TORCHLENS_PERF_DEVICE_TIMES=on; communication then does not overlap computation",
         records="device times",
     )
     severity, remedy = LIMITED, "use perf.section()"
@@ -294,7 +288,7 @@ def _check_autoload() -> Iterable[Check]:
     from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 
     if is_autoload_off(os.environ):
-        remedy = f"unset {AUTOLOAD_SWITCH}, or use `python -m torchlens_perf run SCRIPT`"
+        remedy = f"unset {AUTOLOAD_SWITCH}"
         finding = f"{AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} switches them off"
         return [Check(LIMITED, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)]
     return map(_check_entry_point, ("torch.backends", "torchrun.logs_specs"))
@@ -303,9 +297,12 @@ def _check_autoload() -> Iterable[Check]:
 def _check_entry_point(group: str) -> Check:
     entries = importlib.metadata.entry_points(group=group)
     found = any(entry.name == "torchlens_perf" for entry in entries)
-    finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
-    subject = f"entry point {group}"
-    return Check(OK if found else LIMITED, subject, finding, build_install_command())
+    return Check(
+        OK if found else LIMITED,
+        f"entry point {group}",
+        "installed" if found else "missing: scripts cannot be recorded without watch()",
+        build_install_command(),
+    )
 
 
 def _check_settings() -> list[Check]:
@@ -314,7 +311,7 @@ def _check_settings() -> list[Check]:
         switch = config.is_recording_switched_on(os.environ)
         configured = config.from_environment(os.environ)
     except ConfigError as error:
-        return [Check(BROKEN, subject, f"recording is off: {error}", "correct or unset it")]
+        return [Check(BROKEN, subject, f"recording is off: {error}", "correct its value")]
     text = {None: "not set", True: "on", False: "off"}[switch]
     settings = [f"{name.lstrip('_')}={value!r}" for name, value in configured.items()]
     return [Check(OK, subject, ", ".join([f"TORCHLENS_PERF {text}", *settings]))]
@@ -326,18 +323,14 @@ def _check_ring_folder() -> list[Check]:
     for folder in folders:
         folder.rmdir()
     if not folders:
-        finding = (
-            f"ranks and sidecar need a shared folder, but /dev/shm and {tempfile.gettempdir()} are"
-            " not writable"
-        )
-        remedy = "make one of them writable, or set TMPDIR"
-        return [Check(BROKEN, "ring files", finding, remedy)]
+        finding = f"neither /dev/shm nor {tempfile.gettempdir()} can be written"
+        return [Check(BROKEN, "ring files", finding, "set TMPDIR to a folder that can be written")]
     place = folders[0].parent
     free = shutil.disk_usage(place).free
     finding = f"in {place}, {free >> 20} MB free; in anonymous memory if the space is too small"
     remedy = (
-        "with a tmpfs at /dev/shm (docker run --shm-size), ring files survive if rank and sidecar"
-        " are both killed"
+        "mount a tmpfs at /dev/shm (docker run --shm-size=1g), so that the last records survive if"
+        " rank and sidecar are both killed"
     )
     if kinds[0]:
         return [Check(OK, "ring files", finding)]
@@ -378,7 +371,7 @@ def _check_export() -> list[Check]:
         "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT), so no data is sent over"
         " the network"
     )
-    remedy = "port 4317 is usually for gRPC: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
+    remedy = "set OTEL_EXPORTER_OTLP_PROTOCOL=grpc: port 4317 is usually for gRPC"
     return [Check(LIMITED if wrong_port else OK, _EXPORT, finding, remedy)]
 
 
