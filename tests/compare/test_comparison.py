@@ -122,9 +122,9 @@ def test_result_that_is_not_known_comes_with_the_runs_that_would_tell(runs: Path
         ).action
         for spread in (0.005 * step.before, 0.2 * step.before)
     )
-    assert "runs of each side in turn" in few
-    assert "runs differ by 0.5%" in few
-    assert "no change below" in many
+    assert "runs of each side, in turn" in few
+    assert "runs of one side differ by 0.5%" in few
+    assert "not show a change below" in many
 
 
 @pytest.mark.parametrize(

@@ -72,13 +72,16 @@ def _choose_status(compared: Comparison, step: Change) -> tuple[str, str]:
 
 
 def _describe_step(step: Change) -> str:
-    times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"
-    found = f"{times}: {format_change(step.share)} ({_format_interval(step)}, 95 %)."
-    if step.outcome is Outcome.CHANGED:
-        return found
-    doubt = " Noise may explain this difference." * (step.outcome is Outcome.UNKNOWN)
     smallest = format_percent(step.detectable / step.before)
-    return f"{found}{doubt} A change of {smallest} would be found."
+    certainty = {
+        Outcome.CHANGED: f" (95 % interval: {_format_interval(step)}).",
+        Outcome.SAME: f". A change of {smallest} or more would have been found.",
+        Outcome.UNKNOWN: (
+            f". That may be noise: these runs can only show changes of {smallest} or more."
+        ),
+    }
+    times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"
+    return f"{times}: {format_change(step.share)}{certainty[step.outcome]}"
 
 
 def describe_verdict_changes(compared: Comparison) -> list[str]:
@@ -118,23 +121,27 @@ def _suggest_action(compared: Comparison, step: Change) -> str:
     everyone = (*compared.before, *compared.after)
     tested = sum(each.kind not in DETAILS for each in compared.changes)
     runs = count_runs_to_decide(step, MARGIN * step.before, tested)
-    differ = f"runs differ by {format_percent(step.spread / step.before)}"
+    differ = f"runs of one side differ by {format_percent(step.spread / step.before)}"
     if min(len(compared.before), len(compared.after)) == 1:
-        differ = f"{differ}, which is assumed"
+        differ = f"assumed, because a side has one run: {differ}"
     if runs is None:
         smallest = format_percent(find_detectable(step, MOST_RUNS, tested) / step.before)
-        found = [f"even {MOST_RUNS} runs of each side would find no change below {smallest}"]
+        found = [f"even {MOST_RUNS} runs of each side would not show a change below {smallest}"]
     else:
-        found = [f"record {runs} runs of each side in turn, which would tell"]
+        found = [f"record {runs} runs of each side, in turn, to know"]
     found[0] += f" ({differ})"
     in_run = sum(each.noise_of(STEP) ** 2 for each in everyone) / len(everyone)
     if 2 * in_run >= step.spread**2:
         steps = sum(each.report["steps"]["count"] for each in everyone) // len(everyone)
-        found.append(f"most of that is noise within a run: record more than {steps} steps in each")
+        found.append(
+            f"record more than {steps} steps in each run, because most noise is within runs"
+        )
     contention = max(each.contention_share for each in everyone)
     if contention >= _MUCH_CONTENTION:
         share = format_percent(contention)
-        found.append(f"use a quieter machine: a step waits for a CPU in up to {share} of its time")
+        found.append(
+            f"use a less busy machine: steps wait for a CPU for up to {share} of their time"
+        )
     return "; ".join(found)
 
 
