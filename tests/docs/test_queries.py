@@ -21,8 +21,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return simulate_run(tmp_path_factory.mktemp("queries") / "run", ranks=4, steps=40)
 
 
-def test_guide_has_sixteen_queries() -> None:
-    assert len(QUERIES) == GUIDE.read_text().count("```sql") == 16
+def test_guide_has_seventeen_queries() -> None:
+    assert len(QUERIES) == GUIDE.read_text().count("```sql") == 17
 
 
 @pytest.mark.parametrize(("question", "sql"), QUERIES, ids=[each for each, _ in QUERIES])

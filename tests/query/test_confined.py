@@ -170,8 +170,8 @@ def test_table_of_verdicts_has_those_of_the_report(tmp_path: Path) -> None:
     simulate_run(
         tmp_path / "slow", "--fault", "constant:rank=1,share=0.3,phase=forward,since=50", ranks=4, steps=200,
     )  # fmt: skip
-    sql = "SELECT run, status, rank, phase FROM verdicts WHERE kind = 'straggler'"
+    sql = "SELECT run, status, rank, ranks, phase FROM verdicts WHERE kind = 'straggler'"
     assert run_query(sql, [str(tmp_path / "slow")], []).rows == [
-        ("slow", "SLOW RANK", 1, "forward")
+        ("slow", "SLOW RANK", 1, [1], "forward")
     ]
     assert run_query("SELECT * FROM verdicts", [str(tmp_path / "slow")], []).names == list(VERDICTS)

@@ -90,6 +90,18 @@ def test_invalid_query_is_an_error_with_the_reason(sql: str, message: str, runs:
         run_query(sql, [str(runs / "run-0")], [])
 
 
+@pytest.mark.parametrize("sql", ["SELECT nothing FROM steps", "SELECT 1 FROM nothing"])
+def test_error_on_an_unknown_name_keeps_its_lines_and_lists_the_tables(
+    sql: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["query", str(runs / "run-0"), sql]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert f"LINE 1: {sql}" in lines
+    assert any(line.strip() == "^" for line in lines)
+    assert lines[-1].startswith("Tables of these runs: ")
+    assert "spans, steps, verdicts" in lines[-1]
+
+
 def test_folder_without_runs_ends_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,12 +57,11 @@ def _list_runs(named: list[str]) -> list[str]:
 
     if not named:
         return [str(find_newest_run())]
-    local = {
-        each: [str(run) for run in find_runs(Path(each))]
+    return [
+        str(run)
         for each in named
-        if not REMOTE.match(each)
-    }
-    return [run for each in named for run in local.get(each, [each])]
+        for run in ([each] if REMOTE.match(each) else find_runs(Path(each)))
+    ]
 
 
 def _print_table(found: Rows) -> None:

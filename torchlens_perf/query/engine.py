@@ -23,9 +23,9 @@ _RUN_OF_FILE = r"([^/]+)/[a-z]+/[^/]+$"
 _FILE = "_torchlens_perf_file"
 _PATTERN = re.compile(r"[*?\[]")
 VERDICTS = {
-    "run": "VARCHAR", "kind": "VARCHAR", "status": "VARCHAR", "rank": "BIGINT", "phase": "VARCHAR",
-    "since_step": "BIGINT", "cost_s_per_step": "DOUBLE", "cost_share": "DOUBLE", "text": "VARCHAR",
-    "next": "VARCHAR",
+    "run": "VARCHAR", "kind": "VARCHAR", "status": "VARCHAR", "rank": "BIGINT", "ranks": "BIGINT[]",
+    "phase": "VARCHAR", "since_step": "BIGINT", "cost_s_per_step": "DOUBLE", "cost_share": "DOUBLE",
+    "text": "VARCHAR", "next": "VARCHAR",
 }  # fmt: skip
 """Columns of the table `verdicts` and their types."""
 
@@ -34,7 +34,8 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
     """Return the result of a query on runs.
 
     runs: run directories, or addresses of an object store such as s3://bucket/runs/NAME. notes:
-    receives a line for each damaged file. Raise RunStoreError for an invalid query.
+    receives a line for each damaged file. Raise RunStoreError, with lines as
+    arguments, for an invalid query.
     """
     with duckdb.connect() as connection:
         try:
@@ -50,7 +51,12 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
                 raise RunStoreError("the query is empty. Example: SELECT count(*) FROM steps")
             return Rows([column[0] for column in result.description or []], result.fetchall())
         except duckdb.Error as error:
-            raise RunStoreError(f"the query failed: {error}") from None
+            found = connection.execute("SHOW TABLES").fetchall()
+            raise RunStoreError(
+                *f"the query failed: {error}".splitlines(),
+                f"Tables of these runs: {', '.join(sorted({'verdicts', *(name for (name,) in found)}))}."
+                " `DESCRIBE steps` lists the columns of steps.",
+            ) from None
 
 
 def _create_view(
@@ -89,14 +95,13 @@ def _create_verdicts(connection: duckdb.DuckDBPyConnection, runs: Sequence[str])
     from torchlens_perf.report.run_report import load_report
     from torchlens_perf.view.headline import build_headlines
 
-    columns = ", ".join(f"{name} {kind}" for name, kind in VERDICTS.items())
-    connection.execute(f"CREATE TABLE verdicts ({columns})")
+    connection.execute(f"CREATE TABLE verdicts ({', '.join(map(' '.join, VERDICTS.items()))})")
     for run in (each for each in runs if not REMOTE.match(each)):
         report = load_report(RunDirectory(Path(run)), lost_time=False)
         for row, headline in zip(report["verdicts"], build_headlines(report), strict=True):
             values = [
-                report["run"]["id"], row.kind, headline.status, row.rank, row.phase, row.since_step,
-                row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
+                report["run"]["id"], row.kind, headline.status, row.rank, list(row.ranks), row.phase,
+                row.since_step, row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
             ]  # fmt: skip
             connection.execute(
                 f"INSERT INTO verdicts VALUES ({', '.join('?' * len(values))})", values
