@@ -559,7 +559,7 @@ def test_nccl_version_has_no_suffix_and_is_none_without_cuda(
     ("version", "chosen", "severity", "words"),
     [
         ((2, 29, 7), None, OK, "timed by the device in every step"),
-        ((2, 31, 2), None, LIMITED, "=on times one step of 50"),
+        ((2, 31, 2), None, LIMITED, "=on, which times one step of 50"),
         ((2, 26, 2), None, LIMITED, "not timed"), ((2, 29, 7), "another", LIMITED, "another plugin was chosen"),
     ],
 )  # fmt: skip

@@ -130,6 +130,7 @@ NO_CODE = {
         "docs/guides/recipes.md",
         "BOTTLENECK  CPU",
     ): "a report on examples/train_gpt.py on a busy machine",
+    ("docs/guides/what-if.md", "If rank 3"): "an answer: tests/commands/test_what_if.py",
     ("docs/guides/troubleshooting.md", "system"): "output of doctor: tests/commands/test_doctor.py",
     (
         "docs/guides/read-the-report.md",

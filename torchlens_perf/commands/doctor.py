@@ -300,7 +300,9 @@ def _check_entry_point(group: str) -> Check:
     return Check(
         OK if found else LIMITED,
         f"entry point {group}",
-        "installed" if found else "missing: scripts cannot be recorded without watch()",
+        "installed"
+        if found
+        else "not installed, so TORCHLENS_PERF=1 and the torchrun flag record nothing",
         build_install_command(),
     )
 

@@ -52,8 +52,8 @@ def _run_what_if(options: argparse.Namespace) -> int:
         )
     if lost.drift_share > MAX_DRIFT:
         print(
-            f"torchlens-perf: cannot say: the replay differs from the recorded steps by"
-            f" {lost.drift_share:.0%}, for example because ranks do not wait for each other",
+            f"torchlens-perf: cannot say: a replay without changes is {lost.drift_share:.0%} off the"
+            " recorded steps, for example because ranks do not wait for each other",
             file=sys.stderr,
         )
         return CANNOT_SAY
