@@ -188,7 +188,7 @@ class SessionStamper:
         """
         if self._device.is_capturing():
             return
-        due, window = self._session.step.training_steps // MERGE_STEPS - self._merges, False
+        due, window = self._session.recorder.training_steps // MERGE_STEPS - self._merges, False
         with guard("the device sections of all ranks"):
             self._collect_window(ring)
             self._record_merged_rows(merge)
@@ -224,7 +224,10 @@ class SessionStamper:
             self._note_untimed_sections()
         if ring is not None and not self._device.is_capturing():
             self._drain_ring(ring, merge)
-        elif merge is not None and self._session.step.training_steps // MERGE_STEPS > self._merges:
+        elif (
+            merge is not None
+            and self._session.recorder.training_steps // MERGE_STEPS > self._merges
+        ):
             self._session.note(
                 "device sections: the watch ended in a capture, in which this rank could not merge:"
                 " other ranks wait"

@@ -81,7 +81,7 @@ class TrainingSettingsHook:
         loop = self._loop
         models, optimizer = loop.models, next(iter(loop.optimizers), None)
         modules = [module for model in models for module in module_tree.modules(model)]
-        ddp = find_ddp([*modules, *loop.called_models])
+        ddp = find_ddp([*modules, *loop.called.list_alive()])
         if reads_gradients and optimizer is not None:
             self._gradients = _read_gradients(optimizer)
         cpus = sorted(os.sched_getaffinity(0))

@@ -36,11 +36,20 @@ class Clock(Protocol):
 class StallMarks(Protocol):
     """Records marks around the device's waits for communication (cuda/stalls.py)."""
 
-    def begin(self, name_id: int) -> int | None: ...
-    def end(self) -> int | None: ...
-    def begin_collective(self) -> Callable[[], None] | None: ...
-    def begin_backward_tail(self, name_id: int) -> int | None: ...
-    def end_backward_tail(self, *, raised: bool = False, is_known: bool = True) -> None: ...
+    def begin(self, name_id: int) -> int | None:
+        """Mark the start of a wait. Return the mark, or None within another wait."""
+
+    def end(self) -> int | None:
+        """Mark the end of the wait. Return the mark, or None if the wait goes on."""
+
+    def begin_collective(self) -> Callable[[], None] | None:
+        """Mark the start of a synchronous collective. Return the function that marks its end."""
+
+    def begin_backward_tail(self, name_id: int) -> int | None:
+        """Mark the end of the computation of a backward pass."""
+
+    def end_backward_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
+        """Mark the end of a backward pass. is_known: False if its tail may have no start."""
 
 
 class Clocks:
@@ -61,6 +70,3 @@ class Clocks:
     def use_clock(self, clock: Clock | None, stalls: StallMarks | None = None) -> None:
         """Record later marks with this clock, or with the host's clock if `clock` is None."""
         self.current, self.stalls = clock or self.host, stalls
-
-    def set_collective_listener(self, listener: CollectiveListener | None) -> None:
-        self.collective_listener = listener

@@ -34,7 +34,8 @@ class UserLoop(Protocol):
 class StepObserver(Protocol):
     """Observes sampled steps on the training thread."""
 
-    def begin_step(self, step: int) -> None: ...
+    def begin_step(self, step: int) -> None:
+        """Called at the start of the step."""
 
     def end_step(self, samples: int, *, are_tokens: bool) -> None:
         """Called before the step's record is written. See CurrentStep.add_batch()."""
@@ -67,14 +68,10 @@ class CurrentStep:
         self._sampling = sampling
         self._loop: UserLoop | None = None
         self._overhead_ns = self._late_ns = 0
-        self._observer: StepObserver | None = None
+        self.observer: StepObserver | None = None
+        """Observer of sampled steps."""
         # Samples in the batches of a sampled step, and True if the workload is in tokens.
         self._samples, self._are_tokens = 0, False
-
-    @property
-    def training_steps(self) -> int:
-        """Number of ended training steps, which is equal on all ranks."""
-        return self._recorder.training_steps
 
     def begin(self, loop: UserLoop) -> None:
         """Start recording marks. loop: object that reports the content of each step."""
@@ -92,18 +89,10 @@ class CurrentStep:
     def add_workload(self, elements: int) -> None:
         self._recorder.workload = max(0, self._recorder.workload) + elements
 
-    def set_observer(self, observer: StepObserver | None) -> None:
-        """Set the observer of sampled steps, or remove it."""
-        self._observer = observer
-
     def add_batch(self, samples: int, *, are_tokens: bool) -> None:
         """Add a batch of a sampled step. are_tokens: True if its elements are tokens."""
         self._samples += samples
         self._are_tokens = are_tokens
-
-    def set_memory(self, memory_bytes: int) -> None:
-        """Set the memory of this and later steps in bytes. 0 means unknown."""
-        self._recorder.memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
         """Charge to this step overhead that only some steps have. ours: True for overhead of this
@@ -165,8 +154,8 @@ class CurrentStep:
         sampled = recorder.sampled
         if sampled:
             flags |= _SAMPLED
-            if self._observer is not None:
-                self._observer.end_step(self._samples, are_tokens=self._are_tokens)
+            if self.observer is not None:
+                self.observer.end_step(self._samples, are_tokens=self._are_tokens)
             self._samples = 0
         found, passes = loop.finish_step(inference=bool(flags & _INFERENCE))
         tags = recorder.step_flags | found
@@ -188,8 +177,8 @@ class CurrentStep:
             self._begin_sampled_step(step)
 
     def _begin_sampled_step(self, step: int) -> None:
-        if self._recorder.sampled and self._observer is not None:
-            self._observer.begin_step(step)
+        if self._recorder.sampled and self.observer is not None:
+            self.observer.begin_step(step)
 
     def _read_boundary(self) -> StepBoundary:
         """Return the current step, time, and time in hooks.

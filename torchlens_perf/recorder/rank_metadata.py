@@ -48,9 +48,12 @@ class StepCounter(Protocol):
     """The recorder whose facts are published: the native one, or that of a simulated rank."""
 
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """True after the end of the watch."""
+
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """Number of the step in progress."""
 
 
 class RankMetadata:

@@ -20,8 +20,6 @@ from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import INTERNAL_ERRORS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torchlens_perf.config import Config
     from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import Identity
@@ -71,15 +69,12 @@ class Session:
             SamplingSchedule(config.backward_every, config.budget),
         )
 
-        # Shortcuts to methods that nearly every hook needs.
+        # Shortcuts to what nearly every hook needs.
+        self.ring_path = ring.path
         self.note, self.publish = self.metadata.note, self.metadata.publish
         self.running_each_step = self.step_callbacks.running_each_step
         self.run_throttled = self.step_callbacks.run_throttled
         self.add_overhead = self.step.add_overhead
-
-    @property
-    def ring_path(self) -> Path:
-        return self.ring.path
 
     def intern(self, name: str) -> int:
         """Return the id of a name, or 0 after the recorder has been closed."""

@@ -58,7 +58,7 @@ class VerdictLoggers:
         try:
             yield
         finally:
-            self._last_step = session.step.training_steps
+            self._last_step = session.recorder.training_steps
             self._session = None
 
     def write_alert(self, alert: Alert) -> None:
@@ -71,7 +71,7 @@ class VerdictLoggers:
     def _write_text(self, name: str, text: str) -> None:
         session = self._session
         if session is not None:
-            self._last_step = session.step.training_steps
+            self._last_step = session.recorder.training_steps
         for request in self.requests:
             began_ns = time.monotonic_ns()
             try:

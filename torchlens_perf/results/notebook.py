@@ -92,7 +92,7 @@ class NotebookCell:
                     with guard("showing the run while it goes on"):
                         attach(self._update_live(recorded))
                 if self._newest is None:
-                    self._read_results(_FIRST_S if session.step.training_steps else 0.0)
+                    self._read_results(_FIRST_S if session.recorder.training_steps else 0.0)
                 found = self._newest or missing_results(
                     "recording; the first results come with the next steps"
                 )

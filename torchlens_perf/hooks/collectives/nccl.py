@@ -139,7 +139,7 @@ class NcclHook:
 
         def switch_plugin() -> None:
             plugin.switch_timing(
-                on=not captures.under_way and session.step.training_steps % self._every == 0
+                on=not captures.under_way and session.recorder.training_steps % self._every == 0
             )
 
         def fall_back_to_events(why: str) -> None:
@@ -293,11 +293,11 @@ class _GraphCaptureWatcher:
 def _time_by_events(session: Session) -> Iterator[None]:
     events = CollectiveEvents(session)
     with session.running_each_step("device times of collectives", events.report_known_times):
-        session.clocks.set_collective_listener(events.store_marks)
+        session.clocks.collective_listener = events.store_marks
         try:
             yield
         finally:
-            session.clocks.set_collective_listener(None)
+            session.clocks.collective_listener = None
 
 
 class _PendingCollective(NamedTuple):

@@ -77,8 +77,7 @@ def attach_hooks(recording: PythonRecording) -> Iterator[None]:
     import torch
     from torch.distributed import distributed_c10d
 
-    bindings: Any = torch._C._distributed_c10d
-    members = bindings.HookOpName.__members__
+    members: Any = torch._C._distributed_c10d.HookOpName.__members__
     ambiguous = {"gather", "recv"}
     if "ALLGATHER_BASE" not in members:  # torch 2.14
         ambiguous |= {"allreduce", "allgather", "reduce_scatter", "alltoall"}

@@ -174,7 +174,8 @@ class TrainingLoop:
         self._rule = StepRule(len(passed))
         self._evaluations = EvaluationRule()
         self._accumulation = AccumulationCounter(session.thread)
-        self._called = CalledModules()
+        self.called = CalledModules()
+        """The outermost modules that were called, such as wrappers of watched models."""
         # The newest of them, and the number of steps of all optimizers before its first call.
         self._newest: tuple[Callable[[], Any], int] = (lambda: None), -1
         # True if a module or an optimizer is new since trained models were last looked for.
@@ -212,11 +213,6 @@ class TrainingLoop:
         return [model for each in self._roots if (model := each.reference()) is not None]
 
     @property
-    def called_models(self) -> list[Module]:
-        """The outermost modules that were called, such as wrappers of watched models."""
-        return self._called.list_alive()
-
-    @property
     def optimizers(self) -> list[Any]:
         """The optimizers that have stepped and still exist, in the order of their first steps."""
         return [
@@ -247,7 +243,7 @@ class TrainingLoop:
 
     def on_new_module(self, module: Module) -> None:
         """Handle the first call of an outermost module, which may be a model that is trained."""
-        self._called.add(module)
+        self.called.add(module)
         self._newest = weakref.ref(module), self._recorder.optimizer_steps
         self._has_news = True
         self._take_over()  # The next step of an optimizer looks for trained models.
@@ -645,7 +641,7 @@ class TrainingLoop:
     def _watch_called_models(self, is_trained: Callable[[Any], bool]) -> None:
         """Watch called models with trained parameters, or note why they are not watched."""
         watched = self._watched_parameters()
-        found = self._called.find_models(is_trained)
+        found = self.called.find_models(is_trained)
         # A watched model, its wrapper or a part of it shares parameters.
         models = [
             each for each in found if watched.isdisjoint(map(id, module_tree.parameters(each)))
