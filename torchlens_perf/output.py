@@ -115,6 +115,7 @@ class _GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # Python 
 
 _LAST_RESORT = logging.lastResort
 logger = _GuardedLogger(logging.getLogger("torchlens_perf"), {})
+sidecar_logger = logging.getLogger("torchlens_perf.sidecar")
 
 
 @contextlib.contextmanager

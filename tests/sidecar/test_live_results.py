@@ -238,7 +238,7 @@ def test_request_in_the_same_clock_tick_is_found(
     tick_ns = time.time_ns()
     monkeypatch.setattr(RunDirectory, "local_change_times_ns", lambda run: [tick_ns])
     # In this test, the tick of the clock lasts as long as the test.
-    monkeypatch.setattr(live_results, "_CLOCK_TICK_NS", 3_600_000_000_000)
+    monkeypatch.setattr(live_results, "CLOCK_TICK_NS", 3_600_000_000_000)
     live.round(0.0)
     assert live.results.poll_requests() == frozenset()
     box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)

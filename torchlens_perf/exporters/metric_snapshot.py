@@ -8,7 +8,6 @@ restarted sidecar counts from zero and uses a new instance number.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 
 from torchlens_perf.exporters import MAX_TALLY_BYTES, TALLY_MARK, semantics
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.sketch import BUCKETS, Sketch
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torchlens_perf.exporters.series import ArrayHistogram, ArrayMeter, NumberInstrument
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 EVERY_S = 5.0
 _PREDECESSOR_MARGIN_S = 30.0

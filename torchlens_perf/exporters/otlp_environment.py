@@ -7,7 +7,6 @@ is no exporter and no network access.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters.redaction import add_redaction_to_log_handlers
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.otlp import OtlpExporter, SignalDelivery
     from torchlens_perf.run.directory import RunDirectory
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 SIGNALS = ("traces", "metrics", "logs")
 HTTP, GRPC = _PROTOCOLS = ("http/protobuf", "grpc")

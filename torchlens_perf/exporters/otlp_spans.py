@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.ring import Flag, kind_name
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import Span, StepTrace, TracedStep
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SAMPLER = "OTEL_TRACES_SAMPLER"
 _TAKES_ALL = ("", "always_on", "parentbased_always_on")

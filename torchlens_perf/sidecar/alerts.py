@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from torchlens_perf.analysis.collectives.slow_link import (
 )
 from torchlens_perf.diagnosis.facts.slow_rank_context import build_slow_rank_context
 from torchlens_perf.exporters import Assessment
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.sidecar.nodes import link_report
 from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.hang import HangEvidence
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 _TOO_MANY_GROUPS = (
     "this node has too many process groups: slow links among the least used ones raise no alerts"

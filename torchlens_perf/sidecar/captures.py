@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import captures, ownership
 from torchlens_perf.run.captures import (
     LONGEST_S,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 # The folder of requests is scanned rarely, because all nodes may share its disk.
 LOOK_S = 5.0

@@ -8,7 +8,6 @@ each node may restart its processes at another time.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.exporters import TALLY_MARK, CoveredRanks
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.location import describe_location
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.processes import process_age_s
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.nodes.exchange import Exchange
     from torchlens_perf.sidecar.nodes.messages import NodeContact, ReceivedPost
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 # Interval of hang checks. A rank that makes no steps sends posts at the same interval.
 ROUND_S = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, find_hang
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
 from torchlens_perf.sidecar.host.stacks import Stack, read_main_stack, request_stack_by_signal
 from torchlens_perf.verdicts.words.hang import (
@@ -22,8 +22,6 @@ from torchlens_perf.verdicts.words.hang import (
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
-
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 MAX_STACKS = 3
 # Limits of reading stacks: ranks, and seconds for all of them.

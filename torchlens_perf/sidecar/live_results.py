@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run import mailbox
+from torchlens_perf.sidecar.rings.sources import CLOCK_TICK_NS
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -27,8 +28,6 @@ time. The sidecar then only saves its state. The requester computes the results 
 """
 _VIEW_INTERVAL_S = 1.0
 _MIN_IDLE_RATIO = 20.0
-# This is longer than the tick of any kernel, which is the resolution of modification times.
-_CLOCK_TICK_NS = 50_000_000
 
 
 class LiveResultDelivery:
@@ -69,7 +68,7 @@ class LiveResultDelivery:
             self._alerts = mailboxes(mailbox.ALERTS)
             # A second mailbox in the same clock tick would not change the folder's modification
             # time.
-            settled = max(changes_ns) < time.time_ns() - _CLOCK_TICK_NS
+            settled = max(changes_ns) < time.time_ns() - CLOCK_TICK_NS
             self._changes_ns = changes_ns if settled else []
         questions = {path: mailbox.read_question(path) for path in self._answers}
         self._asked = {path: text for path, text in questions.items() if text}

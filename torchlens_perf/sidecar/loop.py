@@ -6,11 +6,11 @@ The Sidecar class in node.py implements the parts of a round.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import ring
 from torchlens_perf.run.mailbox import REPORT, STEPS
 from torchlens_perf.sidecar import termination
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.sidecar.node import Sidecar
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SHUTDOWN_TIMEOUT_S = 30.0
 # If the kernel does not report new files, or a rank waits for its report, the sidecar checks often

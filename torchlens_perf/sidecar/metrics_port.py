@@ -6,12 +6,12 @@ port, a note reports it, and the sidecar tries again every few seconds.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.sidecar import termination
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
     from torchlens_perf.sidecar.node import Sidecar
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 _RETRY_INTERVAL_S = 5.0
 _POLL_INTERVAL_S = 0.1

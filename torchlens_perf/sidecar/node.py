@@ -9,7 +9,6 @@ segment are still in the rings.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.diagnosis.job_status import JobStatus, measure_job
 from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import UNDELIVERED, Exporter, Receiver
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
 from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torchlens_perf.run.rank_facts import RankFacts
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LAST_WINDOWS_S = 5.0
 # The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.

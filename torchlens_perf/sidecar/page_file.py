@@ -8,7 +8,6 @@ ended.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import children
 from torchlens_perf.sidecar import termination
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.sidecar.node import Sidecar
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 # On idle CPUs, a page for 1024 ranks takes a third of this time.
 TIMEOUT_S = 120.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import IO, TYPE_CHECKING
 
 import pyarrow as pa
 
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.store.reader import (
     ParquetFile,
     ParquetFolder,
@@ -18,7 +18,6 @@ from torchlens_perf.store.reader import (
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 _SORTED_BY = ("rank", "attempt", "step", "sequence", "time")
 
 

@@ -15,6 +15,9 @@ import time
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
+MAX_REASON = 200
+"""Largest number of characters of an endpoint's reason in a message."""
+
 
 class SendOutcome(enum.Enum):
     DELIVERED = "delivered"

@@ -11,6 +11,7 @@ from google.rpc.status_pb2 import Status
 
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters.delivery.answer import (
+    MAX_REASON,
     NotDeliveredError,
     SendOutcome,
     SendResult,
@@ -26,7 +27,6 @@ _REFUSES = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.ALREADY_EXISTS,
 )
-_MAX_REASON = 200
 
 
 class ClassifyingStub:
@@ -53,7 +53,7 @@ class ClassifyingStub:
 
 
 def _classify_error(error: Any) -> SendResult:
-    code, details = error.code(), printable(error.details() or "")[:_MAX_REASON]
+    code, details = error.code(), printable(error.details() or "")[:MAX_REASON]
     reason = f"gRPC {code.name} {details}".strip()
     is_too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
     if code in _REFUSES or is_too_large:

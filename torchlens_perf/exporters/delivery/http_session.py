@@ -17,6 +17,7 @@ from requests.utils import get_auth_from_url
 
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters.delivery.answer import (
+    MAX_REASON,
     NotDeliveredError,
     SendOutcome,
     SendResult,
@@ -31,7 +32,6 @@ _PROVIDERS = "opentelemetry_otlp_credential_provider"
 _BUSY = (408, 429, 500, 502, 503, 504)
 # The address or the credentials are wrong. The user may fix them while the job runs.
 _MISCONFIGURED = (401, 403, 404, 405, 407)
-_MAX_REASON = 200
 _CHUNK_BYTES, _MAX_RESPONSE_BYTES = 256, 1 << 16
 
 
@@ -117,8 +117,8 @@ def _error_message(content: bytes, kind: str) -> str:
         with suppress(DecodeError):
             text = Status.FromString(content).message
     elif kind != "text/html":
-        text = content[:_MAX_REASON].decode(errors="replace")
-    return printable(text)[:_MAX_REASON]
+        text = content[:MAX_REASON].decode(errors="replace")
+    return printable(text)[:MAX_REASON]
 
 
 def _add_credentials(request: requests.PreparedRequest) -> requests.PreparedRequest:

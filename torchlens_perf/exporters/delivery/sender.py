@@ -9,7 +9,6 @@ request is in flight at a time, so at most one request is delivered twice.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import random
 import threading
@@ -24,10 +23,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_result
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.undelivered import UndeliveredStep, WholeRun
 from torchlens_perf.run.verdicts import Alert
-
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 Item: TypeAlias = ReadableSpan | ReadableLogRecord | MetricsData
 """An element of a request. A request of metrics has a single element."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import email
-import logging
 import re
 import socket
 import threading
@@ -19,8 +18,6 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 from torchlens_perf.errors import guard
-
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 PATH = "/metrics"
 _MAX_HEAD_BYTES = 8192

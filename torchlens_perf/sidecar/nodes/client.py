@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import os
 import threading
 import time
@@ -16,11 +15,10 @@ from typing import Any
 
 from grpc import aio
 
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.messages import Outbox, decode_reply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, NotPublishedYet, Rendezvous
-
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 
 class ReportSender:

@@ -18,10 +18,11 @@ from typing import Annotated
 
 import msgspec
 
+from torchlens_perf.exporters import MAX_SLOW_RANKS
+
 # A control message contains at most this number of generations, the newest ones.
 MAX_GENERATIONS = 8
 MAX_CONTROL_BYTES = 1024
-_MAX_SLOW_RANKS = 16
 _MAX_RUN_ID_BYTES = 240
 _VERSION = 3
 
@@ -149,7 +150,7 @@ class Membership:
             for each in own
         )
         run_id = self.run_id.encode()[:_MAX_RUN_ID_BYTES].decode(errors="ignore")
-        return ControlMessage(run_id, generations, slow_ranks[-_MAX_SLOW_RANKS:])
+        return ControlMessage(run_id, generations, slow_ranks[-MAX_SLOW_RANKS:])
 
     def apply_control_message(self, control: ControlMessage, now_s: float) -> None:
         """Apply a message that node 0 encoded at `now_s`. Node 0 itself ignores it."""

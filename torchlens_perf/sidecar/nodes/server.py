@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import hmac
-import logging
 import secrets
 import threading
 import time
@@ -18,13 +17,12 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.open_files import raise_open_file_limit
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.endpoints import find_listen_addresses, find_own_hosts
 from torchlens_perf.sidecar.nodes.messages import Inbox, ReportReply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, create_token
-
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 # Limit of reports from all nodes together. With more nodes, each report contains several posts.
 _MAX_REPORTS_PER_S = 550

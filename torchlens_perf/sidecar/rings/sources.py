@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.errors import RingError
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import is_writer_running
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import NodeState
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 _MISSING_RANKS_TIMEOUT_S = 30.0
 _NO_RINGS = "no ring file of this node was found: it was removed, or no rank has recorded"
 # The state keeps statistics of this many process generations. Each takes 10 KB a rank or more.
 _MAX_GENERATIONS = 32
 _LIST_INTERVAL_S = 30.0
-# This is longer than the tick of any kernel, which is the resolution of modification times.
-_CLOCK_TICK_NS = 50_000_000
+CLOCK_TICK_NS = 50_000_000
+"""Longer than the tick of any kernel, which is the resolution of modification times."""
 
 
 class RingSources:
@@ -191,7 +190,7 @@ class RingSources:
         if changes_ns != self._local_changes_ns:
             self._local_rings = self._run.local_rings()
             # A second ring in the same clock tick would not change the folder's modification time.
-            settled = max(changes_ns) < time.time_ns() - _CLOCK_TICK_NS
+            settled = max(changes_ns) < time.time_ns() - CLOCK_TICK_NS
             self._local_changes_ns = changes_ns if settled else []
         # Rings that start/wait.py has opened can be read even if their files were removed.
         seen = [Path(path) for path, ring in self._waiting.items() if ring.is_open]

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.dead_runs import OLD_S, DeadRun, find_dead_runs
 from torchlens_perf.run.directory import RunDirectory, remove_empty_user_folders
 from torchlens_perf.run.place.node import override_namespace_digest
@@ -13,8 +14,6 @@ from torchlens_perf.run.ring import HEAD, reading_ring
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start import process
 from torchlens_perf.store.without_pandas import block_pandas_import
-
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 
 def drain_run(dead: DeadRun) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError, guard, printable
+from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import (
     RunDirectory,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.sidecar.wake import Wake
 
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 ProgressCallback: TypeAlias = Callable[[int, int], object]
 """Progress callback, called as advanced(done, total)."""
