@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +25,9 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
+from torchlens_perf.store.reader import UnreadableFileError
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.theme import PARTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torchlens_perf.store.reader import UnreadableFileError
-    from torchlens_perf.verdicts.words.report import Report
 
 # Times that change by less than this share of the step, and other values by twice this share of
 # themselves, are not worth a line.

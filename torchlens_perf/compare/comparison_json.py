@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchlens_perf.compare.comparison import ComparedRun, Comparison
 from torchlens_perf.compare.measures import Kind, Measure
 from torchlens_perf.compare.screens import build_headline, build_notes
-
-if TYPE_CHECKING:
-    from torchlens_perf.compare.comparison import ComparedRun, Comparison
 
 SCHEMA = 1
 """The number changes when a field changes its meaning or is removed."""

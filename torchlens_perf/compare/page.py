@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from torchlens_perf.compare.comparison import Comparison
 from torchlens_perf.compare.screens import (
     build_headline,
     build_notes,
@@ -14,11 +15,6 @@ from torchlens_perf.page.document.html import build_static_document
 from torchlens_perf.page.document.write import write_page_file
 from torchlens_perf.view.html import build_section, build_table, build_verdict_card
 from torchlens_perf.view.markup import Element, tag
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torchlens_perf.compare.comparison import Comparison
 
 
 def build_body(compared: Comparison) -> list[Element]:

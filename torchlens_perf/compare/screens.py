@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_change,
@@ -22,9 +22,6 @@ from torchlens_perf.compare.measures import DETAILS, MEAN_STEP, STEP, Kind, Meas
 from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, WARNING
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MAX_ROWS = 20
 _MAX_NAMED = 3

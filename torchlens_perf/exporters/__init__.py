@@ -5,30 +5,26 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.device import phase_durations_ns
-from torchlens_perf.analysis.statistics.memory import find_newest_reading
+from torchlens_perf.analysis.statistics.memory import MemoryReading, find_newest_reading
 from torchlens_perf.analysis.statistics.steps import build_step_traces
 from torchlens_perf.diagnosis.utilization import StepFlops, measure_step_flops
 from torchlens_perf.exporters.trace_sampling import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
 from torchlens_perf.exporters.trace_sampling import reason_from_step_number
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from torchlens_perf.analysis.statistics.memory import MemoryReading
-    from torchlens_perf.run.clock import Anchor
-    from torchlens_perf.run.hardware_samples import HardwareSamples
-    from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
-    from torchlens_perf.run.undelivered import Undelivered
-    from torchlens_perf.run.verdicts import Alert
-    from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.hardware_samples import HardwareSamples
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
+from torchlens_perf.run.undelivered import Undelivered
+from torchlens_perf.run.verdicts import Alert
+from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.stragglers.findings import Findings
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.hang import HangEvidence
 
 
 @dataclasses.dataclass(frozen=True)

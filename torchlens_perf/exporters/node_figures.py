@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import WaitRelation, semantics_of
-from torchlens_perf.exporters import NodeRole, node_semantics, semantics
+from torchlens_perf.exporters import ExportBatch, NodeRole, node_semantics, semantics
 from torchlens_perf.exporters.series_room import max_ranks_with_own_series
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.collectives.join import CollectiveJoin
-    from torchlens_perf.exporters import ExportBatch
-    from torchlens_perf.run.verdicts import Alert
-    from torchlens_perf.verdicts.node_state import NodeState
+from torchlens_perf.run.verdicts import Alert
+from torchlens_perf.verdicts.node_state import NodeState
 
 MAX_ALERTS = 32
 # Ranks of a large job that have series of their own.

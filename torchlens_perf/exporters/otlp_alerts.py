@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk.resources import Resource
 
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_resource import SCOPE
@@ -15,11 +16,7 @@ from torchlens_perf.exporters.otlp_spans import (
     step_trace_id,
 )
 from torchlens_perf.run.rank_ranges import format_ranges
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.resources import Resource
-
-    from torchlens_perf.run.verdicts import Alert
+from torchlens_perf.run.verdicts import Alert
 
 
 def build_log_record(

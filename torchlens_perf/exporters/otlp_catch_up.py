@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from opentelemetry.sdk.trace import ReadableSpan
 
 from torchlens_perf.analysis.statistics.steps import assemble_steps, build_step_traces
 from torchlens_perf.exporters import ExportBatch
 from torchlens_perf.exporters.otlp_spans import SpanBuilder
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.run.undelivered import UndeliveredStep
 from torchlens_perf.store import segments
 from torchlens_perf.verdicts import node_state
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.run.undelivered import UndeliveredStep
 
 
 class StepReader:

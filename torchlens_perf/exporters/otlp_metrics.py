@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+from opentelemetry.sdk.metrics.export import Metric, MetricsData, ResourceMetrics, ScopeMetrics
+from opentelemetry.sdk.resources import Resource
 
 from torchlens_perf.exporters import (
     MAX_SLOW_RANKS,
@@ -38,11 +39,6 @@ from torchlens_perf.exporters.series_room import (
 )
 from torchlens_perf.exporters.status_gauges import StatusGauges
 from torchlens_perf.run.records import PARTS
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import Metric
-    from opentelemetry.sdk.resources import Resource
-
 
 Sampled = Mapping[int, tuple[int, int]]
 """For each traced step, the ids of its trace and of the rank's span."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from torchlens_perf.exporters import semantics
+from torchlens_perf.run.identity import Identity
 from torchlens_perf.version import VERSION
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.identity import Identity
 
 SCOPE = InstrumentationScope(semantics.SCOPE, VERSION)
 _OF_A_PROCESS = (

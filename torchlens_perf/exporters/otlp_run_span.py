@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util import BoundedList
-from opentelemetry.trace import Link
+from opentelemetry.trace import Link, SpanContext
 from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
@@ -26,12 +25,8 @@ from torchlens_perf.exporters.otlp_spans import (
     span_context_of_path,
     step_trace_id,
 )
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext
-
-    from torchlens_perf.run.identity import Identity
-    from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.verdicts.verdict import Verdict
 
 # OpenTelemetry's default limit of links per span.
 MAX_LINKS = 128

@@ -10,16 +10,17 @@ import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, Sampler
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
     SpanContext,
     TraceFlags,
+    TraceState,
     get_current_span,
     set_span_in_context,
 )
@@ -29,15 +30,9 @@ from opentelemetry.trace.status import Status, StatusCode
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.output import sidecar_logger as logger
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import Span, StepTrace, TracedStep
 from torchlens_perf.run.ring import Flag, kind_name
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.sampling import Sampler
-    from opentelemetry.trace import TraceState
-
-    from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.records import Span, StepTrace, TracedStep
-
 
 _SAMPLER = "OTEL_TRACES_SAMPLER"
 _TAKES_ALL = ("", "always_on", "parentbased_always_on")

@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -31,9 +32,6 @@ from opentelemetry.sdk.metrics.export import Histogram as ExplicitHistogram
 from torchlens_perf.exporters import node_semantics, semantics
 from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, RANK
 from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # Largest number of exemplars per series and export.
 _MAX_EXEMPLARS = 10

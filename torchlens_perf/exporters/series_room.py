@@ -11,14 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from opentelemetry.sdk.metrics.export import Gauge, Sum
+from opentelemetry.sdk.metrics.export import Gauge, Metric, NumberDataPoint, Sum
 
 from torchlens_perf.exporters import CoveredRanks, NodeRole, semantics
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import Metric, NumberDataPoint
 
 SERIES_A_RANK = 20
 _PER_RANK_SHARE = 0.64

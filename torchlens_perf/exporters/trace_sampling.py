@@ -14,16 +14,11 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from torchlens_perf.run.records import TracedStep
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.run.records import StepTable
+from torchlens_perf.run.records import StepTable, TracedStep
 
 FIRST, NUMBER, SLOW, VERDICT = "first", "number", "slow", "verdict"
 """Reasons why a step is sent."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from torchlens_perf.config import Config
 from torchlens_perf.errors import guard, swallowed
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.attached_hooks import AttachedHooks
@@ -17,14 +18,10 @@ from torchlens_perf.recorder.recorder import Recorder
 from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.recorder.step_callbacks import StepCallbacks
 from torchlens_perf.recorder.training_thread import TrainingThread
-from torchlens_perf.run.ring import INTERNAL_ERRORS
-
-if TYPE_CHECKING:
-    from torchlens_perf.config import Config
-    from torchlens_perf.run.failure import Failure
-    from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.rank_facts import ReportRequest
-    from torchlens_perf.run.ring import RingFile
+from torchlens_perf.run.failure import Failure
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.rank_facts import ReportRequest
+from torchlens_perf.run.ring import INTERNAL_ERRORS, RingFile
 
 
 class Hook(Protocol):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.errors import RunStoreError, printable
@@ -18,12 +17,10 @@ from torchlens_perf.run.directory import (
     sidecar_lock_path,
     sidecar_log_path,
 )
+from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_cpu_time_s, process_state_and_start, thread_ids
 from torchlens_perf.run.sidecar_lock import SidecarLock, is_lock_held
 from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.identity import Identity
 
 # If the sidecar's CPU time is less than this share of the waiting time, it lacks a CPU.
 _STARVED_SHARE = 0.5

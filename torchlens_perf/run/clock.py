@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from torchlens_perf.run.ring import DEVICE_MARK, lookup_name
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.ring import RingReader
+from torchlens_perf.run.ring import DEVICE_MARK, RingReader, lookup_name
 
 _IS_END = 1 << 8
 _HALF = 32

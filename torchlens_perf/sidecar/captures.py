@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import captures, ownership
@@ -30,11 +29,8 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.sidecar.host.stacks import read_all_stacks
 from torchlens_perf.verdicts.causes.straggler_groups import choose_suspect_and_healthy
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.stragglers.placement import Placement
-
+from torchlens_perf.verdicts.stragglers.findings import Findings
+from torchlens_perf.verdicts.stragglers.placement import Placement
 
 # The folder of requests is scanned rarely, because all nodes may share its disk.
 LOOK_S = 5.0

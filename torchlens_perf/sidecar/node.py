@@ -12,17 +12,16 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.diagnosis.job_status import JobStatus, measure_job
 from torchlens_perf.errors import RunStoreError, guard, printable
-from torchlens_perf.exporters import UNDELIVERED, Exporter, Receiver
+from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, NodeRole, Receiver
 from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
 from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
-from torchlens_perf.run.rank_facts import decode_path
+from torchlens_perf.run.rank_facts import RankFacts, decode_path
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.commit import CommitReader
@@ -30,14 +29,9 @@ from torchlens_perf.sidecar.contained_errors import ContainedErrors
 from torchlens_perf.sidecar.job_monitor import SIGNALS, JobMonitor
 from torchlens_perf.sidecar.record_account import RecordProcessor
 from torchlens_perf.sidecar.rings.sources import RingSources
+from torchlens_perf.sidecar.rings.waiting import WaitingRing
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 from torchlens_perf.verdicts import node_state
-
-if TYPE_CHECKING:
-    from torchlens_perf.exporters import ExportBatch, NodeRole
-    from torchlens_perf.run.rank_facts import RankFacts
-    from torchlens_perf.sidecar.rings.waiting import WaitingRing
-
 
 _LAST_WINDOWS_S = 5.0
 # The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
@@ -20,12 +19,15 @@ from torchlens_perf.exporters import (
     steps_traced_by_number,
 )
 from torchlens_perf.exporters.otlp_environment import SIGNALS
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity, digest_module_names
-from torchlens_perf.run.undelivered import WholeRun, join_undelivered
+from torchlens_perf.run.records import StepTrace, TracedStep
+from torchlens_perf.run.undelivered import Undelivered, WholeRun, join_undelivered
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.store import segments
 from torchlens_perf.store.file_names import list_node_files, list_nodes
+from torchlens_perf.store.segments import RecordOrigin
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.latest_attempt import (
@@ -34,15 +36,8 @@ from torchlens_perf.verdicts.latest_attempt import (
 )
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.run.records import StepTrace, TracedStep
-    from torchlens_perf.run.undelivered import Undelivered
-    from torchlens_perf.store.segments import RecordOrigin
-    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
 _SPANS_PER_FLUSH = 512

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.errors import ConfigError, require, unknown_word_text
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.simulate.simulation import Fault
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.simulate.simulation import DraftSteps, Topology
+from torchlens_perf.simulate.simulation import DraftSteps, Fault, Topology
 
 _TYPICAL_TOKENS = 4096
 _DIMENSIONS = ("dp", "tp")

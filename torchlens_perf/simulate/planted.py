@@ -5,21 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.simulate.faults import LinkFault
+from torchlens_perf.simulate.simulation import Fault, FaultEffect, Simulation, Topology
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.simulate.simulation import Fault, FaultEffect, Simulation, Topology
 
 Row = Mapping[str, Any]
 """A row of the report's `verdicts`, as its JSON has it."""

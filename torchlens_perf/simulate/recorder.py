@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +18,9 @@ from torchlens_perf.run.ring import (
     RECORDS_OFFSET,
     STEP,
     Kind,
+    RingFile,
     record_dtype,
 )
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.ring import RingFile
 
 _WORD_BYTES = 8
 # The open span of a step: start, nested time, time of phases, name id, kind.

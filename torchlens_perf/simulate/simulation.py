@@ -12,9 +12,10 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.analysis.statistics.steps import zero_device_columns
@@ -22,9 +23,6 @@ from torchlens_perf.errors import require
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.verdicts import range_end
 from torchlens_perf.verdicts.stragglers.placement import Placement
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # Number of steps in a block.
 BLOCK = 32

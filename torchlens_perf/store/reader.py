@@ -14,9 +14,10 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -24,9 +25,6 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.store.file_names import list_node_files
 from torchlens_perf.store.writer import FOOTER, text_columns
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 MAX_ROWS = 1 << 23
 """Largest number of rows of a file. Files of a sidecar have fewer than a million rows."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.top.text import BLOCKS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.step_words import step_count_text
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Report
 
 # If the recent step time differs more than this from the run's mean, it gives a second estimate of
 # the time left.

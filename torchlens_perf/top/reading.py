@@ -11,20 +11,17 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.run_report import report_from_states
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.pace import RecentStepRate
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.latest_attempt import latest_processes
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 from torchlens_perf.view.headline import Headline, build_headlines
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-    from torchlens_perf.verdicts.words.report import Report
 
 # Minimum idle time after a poll, relative to the duration of the poll. For large jobs, this limits
 # the CPU use to a fifth of a core.

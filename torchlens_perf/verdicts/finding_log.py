@@ -17,7 +17,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -26,7 +25,7 @@ from torchlens_perf.run.verdicts import ENDED, UPDATED, Alert
 from torchlens_perf.verdicts.alert import AlertBuilder
 from torchlens_perf.verdicts.causes.straggler_groups import find_straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.hang import HangEvidence, build_hang_verdict
@@ -36,9 +35,6 @@ from torchlens_perf.verdicts.words.stragglers import (
     build_past_verdict,
     build_slow_verdict,
 )
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
 
 # Above this number of findings, the oldest ended findings are removed.
 MAX_KEPT = 32

@@ -11,10 +11,11 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
 from torchlens_perf.analysis.statistics.hardware import HardwareTotals
@@ -34,21 +35,16 @@ from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.loader_period import move_hidden_data_wait
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.rank_facts import RankFacts
-from torchlens_perf.run.records import TracedStep
+from torchlens_perf.run.records import StepTable, TracedStep
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.run.undelivered import Undelivered
+from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.stragglers.detector import build_placement
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, JudgedSteps
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import HangEvidence
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.run.records import StepTable
-from torchlens_perf.verdicts.finding_log import FindingRecords
 
 SCHEMA = 14
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.semantics import GroupKey
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # Largest number of incomplete operations that a channel keeps.
 MAX_PENDING = 4096

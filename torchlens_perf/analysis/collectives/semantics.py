@@ -17,14 +17,12 @@ import dataclasses
 import functools
 import re
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.rank_ranges import parse_ranges
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.run.device.merged_rows import SECTION, unpack_row
+from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind, lookup_name
 from torchlens_perf.run.sketch import Sketch, decode_windows
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.run.records import StepTable
 
 # A device had no more work queued if it ends a phase within this time after its host does. An event
 # on an idle stream takes a few microseconds. The last kernels of a phase take tens of microseconds.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.memory_readings import LIMIT
 from torchlens_perf.run.ring import Kind, lookup_name
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 MAX_READINGS = 256
 # Growth is reported if there are _MIN_READINGS readings after the first fraction of the run

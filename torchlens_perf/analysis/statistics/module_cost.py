@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Flag
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.records import StepTable
 
 BLOCK_STEPS = 64
 # Durations are clipped to this distance from the block's median, as a share of the median.

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
+import numpy.typing as npt
 
 MAX_MODULES = 64
 # Approximate number of ranks from which the median is computed if there are many ranks.

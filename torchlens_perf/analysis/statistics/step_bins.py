@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.records import OWN_COLUMNS, PARTS, StepTable
 from torchlens_perf.run.ring import Flag
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 MIN_ROW_NS = 20_000_000
 WIDEST_ROW = 1024

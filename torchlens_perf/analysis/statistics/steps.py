@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.records import PARTS, Span, StepTable, StepTrace
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind, kind_name
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 class DeviceColumns(TypedDict):

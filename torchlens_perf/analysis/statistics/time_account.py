@@ -17,14 +17,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client.exposition import choose_encoder
@@ -16,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import Receiver, node_semantics
+from torchlens_perf.exporters import Assessment, ExportBatch, Receiver, node_semantics
 from torchlens_perf.exporters.node_figures import (
     NodePoints,
     Points,
@@ -24,7 +23,7 @@ from torchlens_perf.exporters.node_figures import (
     points_of_open_alerts,
     read_node_points,
 )
-from torchlens_perf.exporters.otlp_metrics import NodeMetrics
+from torchlens_perf.exporters.otlp_metrics import NodeMetrics, Sampled
 from torchlens_perf.exporters.otlp_resource import build_node_resource
 from torchlens_perf.exporters.prometheus.endpoint import (
     ListenAddress,
@@ -33,13 +32,9 @@ from torchlens_perf.exporters.prometheus.endpoint import (
 )
 from torchlens_perf.exporters.prometheus.families import convert_to_families
 from torchlens_perf.exporters.series import ArrayMeter
-
-if TYPE_CHECKING:
-    from torchlens_perf.exporters import Assessment, ExportBatch
-    from torchlens_perf.exporters.otlp_metrics import Sampled
-    from torchlens_perf.run.hardware_samples import HardwareSamples
-    from torchlens_perf.run.identity import Identity
-    from torchlens_perf.verdicts.node_state import NodeState
+from torchlens_perf.run.hardware_samples import HardwareSamples
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.verdicts.node_state import NodeState
 
 # Time for which a response is reused for all clients.
 CACHE_S = 1.0

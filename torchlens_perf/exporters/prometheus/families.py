@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opentelemetry.sdk.metrics.export import Gauge, Histogram, Sum
+from opentelemetry.sdk.metrics.export import Gauge, Histogram, HistogramDataPoint, Sum
+from opentelemetry.sdk.metrics.export import Metric as SdkMetric
 from opentelemetry.trace import format_span_id, format_trace_id
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Exemplar
@@ -18,10 +19,6 @@ from prometheus_client.samples import Exemplar
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_unit_suffix
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import HistogramDataPoint
-    from opentelemetry.sdk.metrics.export import Metric as SdkMetric
 
 # Largest number of points per metric. 64 ranks with 10 phases have 640 points.
 MAX_POINTS = 1024

@@ -13,9 +13,10 @@ row's compute, issue and lag times are 16-bit shares of the row's duration. This
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, RankProgress
 from torchlens_perf.analysis.collectives.hang import MIN_S
@@ -32,9 +33,6 @@ from torchlens_perf.verdicts.causes.metrics import METRICS, encode_signals
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import LATE_ROWS
 from torchlens_perf.verdicts.words.hang import device_place_from_mark
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 VERSION = 8
 ROWS, GROUPS, DIMENSIONS, INSIDE, LAST_OPERATIONS = 8, 6, 6, 4, 4

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchlens_perf.run import ownership
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.node_state import ProcessState, decode_json
 from torchlens_perf.verdicts.words.oom import format_oom_table
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
 
 _SCAN_INTERVAL_S = 10.0
 _MAX_BYTES = 1 << 26

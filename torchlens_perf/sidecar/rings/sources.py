@@ -7,15 +7,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.analysis.statistics.restarts import UNRELATED
+from torchlens_perf.analysis.statistics.restarts import UNRELATED, GenerationNumbers
 from torchlens_perf.errors import RingError
 from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import Anchor
-from torchlens_perf.run.directory import is_writer_running
+from torchlens_perf.run.directory import RunDirectory, is_writer_running
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rank_facts import RankFacts, SidecarSettings, decode_path
@@ -23,14 +23,8 @@ from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.rings.source import MAX_UNREAD_SHARE, RingSource
 from torchlens_perf.sidecar.rings.waiting import RingProgress, WaitingRing
 from torchlens_perf.store.segments import read_last_sequences
-from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.node_state import NodeState
-
 
 _MISSING_RANKS_TIMEOUT_S = 30.0
 _NO_RINGS = "no ring file of this node was found: it was removed, or no rank has recorded"

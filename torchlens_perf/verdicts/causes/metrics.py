@@ -8,14 +8,12 @@ past.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.verdicts import range_end
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 METRICS = (
     "cpu_wait_share",  # share of time: the training thread was runnable without a CPU

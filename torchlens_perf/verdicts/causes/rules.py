@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.verdicts.causes.metrics import CLOCKS, METRICS, measured_signals
+from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.verdicts.stragglers.episodes import Episode
 
 MAX_CAUSES = 3
 # A cause is named if it explains at least this share of the excess.

@@ -3,14 +3,12 @@ ranks. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.robust import TO_SIGMA, fast_median
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # The largest number of intervals that are tested for each rank at one time.
 _MAX_INTERVALS = 256

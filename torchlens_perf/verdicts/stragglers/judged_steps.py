@@ -7,16 +7,12 @@ steps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
 from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from torchlens_perf.run.records import StepTable
+from torchlens_perf.run.records import StepTable
 
 HOST, DEVICE, UNDECIDED = "host", "device", ""
 # If no device times are recorded in this many steps, there will be no device times.

@@ -24,16 +24,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.run.records import StepTable
+from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS, StepTable
 
 Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
 # If the devices' clocks hide at least this share of own time, they do not show how a step spends

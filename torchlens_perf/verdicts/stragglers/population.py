@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.robust import fast_median
@@ -14,12 +15,8 @@ from torchlens_perf.analysis.statistics.step_bins import BinBatch
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, SuspectSearch
 from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost, compute_shared_costs
 from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_recovery
+from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 from torchlens_perf.verdicts.stragglers.window import SlidingWindow
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
 # Ranks are judged each time this many rows have arrived.
 EVERY = 4

@@ -8,9 +8,10 @@ repeatedly, so it is computed once for each complete column and stored.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, BinBatch
 from torchlens_perf.run.records import OWN_PARTS
@@ -22,9 +23,6 @@ from torchlens_perf.verdicts.stragglers.own_time import (
     compute_own_time,
     find_critical_ranks,
 )
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 # If a rank ends at most this many rows before the other ranks, it counts as ended with them.
 ENDED_ROWS = 4
