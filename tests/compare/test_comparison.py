@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,11 @@ from tests.support.simulated_runs import simulate_run
 from torchlens_perf.commands.cli import main
 from torchlens_perf.compare.changes import Outcome
 from torchlens_perf.compare.comparison import build_comparison, compare_runs
-from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure
+from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure, compute_by_rank
 from torchlens_perf.compare.screens import build_headline
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.view.rank_tables import build_rank_table
 
 SLOWER = ("--fault", "constant:rank=1,share=0.4,phase=forward,since=0")
 
@@ -188,6 +192,8 @@ def test_text_has_result_tables_and_notes(runs: Path, capsys: pytest.CaptureFixt
     assert "SLOWER" in text
     assert "typical step" in text
     assert "torchlens-perf report" in text
+    assert text.index("run-0") < text.index("typical step  ")
+    assert "Compute time of each rank" in text
 
 
 def test_json_has_all_changes(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,8 +213,10 @@ def test_markdown_is_a_table_with_the_result(
     assert main(["compare", str(runs / "before"), str(runs / "after"), "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("**SLOWER** new: SLOW RANK rank 1")
-    rows = [line for line in lines if line.startswith("|")]
-    assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
+    tables = [each.splitlines()[1:] for each in "\n".join(lines).split("\n\n") if "\n|" in each]
+    assert len(tables) == 4
+    for table in tables:
+        assert len({line.replace("\\|", "").count("|") for line in table if line[:1] == "|"}) == 1
 
 
 def test_page_has_no_script(runs: Path, tmp_path: Path) -> None:
@@ -218,6 +226,23 @@ def test_page_has_no_script(runs: Path, tmp_path: Path) -> None:
     text = page.read_text()
     assert "<script" not in text
     assert "typical step" in text
+    assert text.index("NEW</b> <span>SLOW RANK rank 1") < text.index("A typical step took")
+    assert text.count("<polyline ") == 2
+    assert re.search(
+        r'aria-label="Vertical: 0 to [\d.]+ ms\. Horizontal: steps 0 to 64\. Dashed: before\."',
+        text,
+    )
+    assert text.count(">simulation<") == 8
+
+
+def test_compute_time_of_ranks_is_that_of_the_report(runs: Path) -> None:
+    """A comparison shows the same number as the report's table of ranks."""
+    report = load_report(RunDirectory(runs / "after" / "run-0"), lost_time=False)
+    table = build_rank_table(report)
+    assert table is not None
+    shown = {each.title: each.values for each in table.columns}
+    found = compute_by_rank(report)
+    assert found == pytest.approx(dict(zip(shown["rank"], shown["compute"], strict=True)))
 
 
 @pytest.mark.parametrize(

@@ -155,11 +155,10 @@ def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None
     else:
         from torchlens_perf.view.terminal import print_tables
 
-        rate = screens.throughput_text(compared)
         print_tables(
             screens.build_headline(compared),
             screens.build_tables(compared),
-            [("rate", rate)] if rate else [],
+            [],
             screens.build_notes(compared),
             sys.stdout,
         )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_duration
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.view.rank_tables import mean_parts, parts_by_rank
+from torchlens_perf.view.rank_tables import compute_s, mean_parts, parts_by_rank
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Collective, Report
+    from torchlens_perf.verdicts.words.report import Collective, Rank, Report
 
 
 class Kind(enum.Enum):
@@ -74,6 +74,22 @@ def collect_measures(report: Report) -> dict[Measure, float]:
         for each in report["collectives"]
     }
     return {measure: value for measure, value in found.items() if value}
+
+
+def compute_by_rank(report: Report) -> dict[int, float]:
+    """Return each rank's compute time in seconds, as the report's table of ranks shows it by the
+    clock of the verdicts."""
+    by_device = report["run"]["judged_by"] == DEVICE
+    return {
+        rank["rank"]: seconds
+        for rank in report["ranks"]
+        if (seconds := _device_compute_s(rank) if by_device else compute_s(rank))
+    }
+
+
+def _device_compute_s(rank: Rank) -> float | None:
+    work = rank["device"] and rank["device"]["work_s"]
+    return work and work["p50_s"]
 
 
 def _collective_name(row: Collective) -> str:

@@ -1,31 +1,110 @@
-"""A comparison as one HTML file without scripts."""
+"""A comparison as one HTML page without scripts, as a file or from the server."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.compare.comparison import Comparison
 from torchlens_perf.compare.screens import (
     build_headline,
     build_notes,
     build_tables,
-    throughput_text,
+    describe_times,
+    describe_verdict_change,
 )
 from torchlens_perf.page.document.html import build_static_document
 from torchlens_perf.page.document.write import write_page_file
-from torchlens_perf.view.html import build_section, build_table, build_verdict_card
-from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.verdicts.kinds import BAD, GOOD, WARNING
+from torchlens_perf.view.html import (
+    build_figure,
+    build_section,
+    build_status_chip,
+    build_table,
+    build_verdict_card,
+)
+from torchlens_perf.view.markup import Child, Element, tag
+
+_SEVERITIES = {"new": BAD, "gone": GOOD, "changed": WARNING}
 
 
-def build_body(compared: Comparison) -> list[Element]:
-    """Return the elements of the page: the result, the tables and the notes."""
-    card = build_verdict_card(build_headline(compared), "comparison")
-    texts = (throughput_text(compared), *build_notes(compared))
-    return [
-        build_section("verdicts", "Comparison", card),
-        build_section("changes", "Changes", *map(build_table, build_tables(compared))),
-        build_section("notes", "Notes", tag("ul", [tag("li", text) for text in texts if text])),
+def build_body(
+    compared: Comparison, names: Mapping[str, Sequence[Child]] | None = None, links: Child = None
+) -> Element:
+    """Return the page's body: runs, verdicts that changed, the result, the tables and the notes.
+
+    names: replaces the text of cells of the table of runs, by column. links: more for the header.
+    """
+    head = build_headline(compared)
+    runs, step, *tables = build_tables(compared, all_details=True)
+    verdicts = [
+        tag(
+            "article",
+            tag("b", each.what.upper(), class_=f"chip {_SEVERITIES[each.what]}"),
+            " ",
+            tag("span", describe_verdict_change(compared, each)),
+            class_=f"verdict {_SEVERITIES[each.what]}",
+        )
+        for each in compared.verdicts
     ]
+    return tag(
+        "body",
+        tag("header", tag("h1", "Comparison ", build_status_chip(head)), links),
+        tag(
+            "main",
+            build_table(runs, names),
+            build_section(
+                "verdicts",
+                "What changed",
+                verdicts or tag("p", "No verdict came, went or changed."),
+                build_verdict_card(
+                    dataclasses.replace(head, sentence=describe_times(compared)), "comparison"
+                ),
+            ),
+            build_table(step),
+            _build_chart(compared),
+            map(build_table, tables),
+            build_section(
+                "notes", "Notes", tag("ul", [tag("li", text) for text in build_notes(compared)])
+            ),
+        ),
+    )
+
+
+def _build_chart(compared: Comparison) -> Element | None:
+    """Return the step times of the first run of each side over each other; None without them."""
+    before, after = (side[0].report["history"] for side in (compared.before, compared.after))
+    if before is None or after is None:
+        return None
+    top_s = max(*before["median_s"], *after["median_s"])
+    end = max(each["first_steps"][-1] + each["width"] for each in (before, after))
+    lines = [
+        tag(
+            "polyline",
+            points=" ".join(
+                f"{at} {100 * (1 - median_s / top_s):.2f}"
+                for step, median_s in zip(history["first_steps"], history["median_s"], strict=True)
+                # Each window of steps is a level.
+                for at in (step, step + history["width"])
+            ),
+            class_=side,
+        )
+        for side, history in (("before", before), ("after", after))
+    ]
+    words = (
+        f"Vertical: 0 to {format_duration(top_s)}. Horizontal: steps 0 to {end}. Dashed: before."
+    )
+    chart = tag(
+        "svg", lines, class_="over-time", viewBox=f"0 0 {end} 100", preserveAspectRatio="none",
+        role="img", aria_label=words,
+    )  # fmt: skip
+    return build_section(
+        "over-time",
+        "Step times",
+        build_figure(None, "Medians of the ranks, in the first run of each side", words, chart),
+    )
 
 
 def write_comparison_page(compared: Comparison, path: Path) -> None:

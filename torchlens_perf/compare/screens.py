@@ -18,9 +18,12 @@ from torchlens_perf.compare.changes import (
     find_detectable,
 )
 from torchlens_perf.compare.comparison import MARGIN, Comparison
-from torchlens_perf.compare.measures import DETAILS, MEAN_STEP, STEP, Kind, Measure
+from torchlens_perf.compare.measures import DETAILS, STEP, Kind, Measure, compute_by_rank
+from torchlens_perf.compare.verdict_changes import VerdictChange
+from torchlens_perf.page.sections.overview import format_minute
 from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, WARNING
-from torchlens_perf.view.headline import Headline
+from torchlens_perf.verdicts.words.run_state import describe_run_state
+from torchlens_perf.view.headline import Headline, build_headlines, describe_status
 from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
 
 _MAX_ROWS = 20
@@ -33,11 +36,6 @@ def build_headline(compared: Comparison) -> Headline:
     """Return the result for the typical step, with the parts and details that changed with it."""
     step = compared.step
     status, severity = _choose_status(compared, step)
-    sentences = [_describe_step(step), _describe_changes(compared, step)]
-    if step.outcome is not Outcome.CHANGED:
-        # The status is then about the parts and details.
-        sentences.reverse()
-    sentences = [*describe_verdict_changes(compared), *filter(None, sentences)]
     return Headline(
         kind="comparison",
         status=status,
@@ -48,7 +46,15 @@ def build_headline(compared: Comparison) -> Headline:
         ),
         cost_s_per_step=None,
         cost_share=None,
-        sentence=" ".join(sentences),
+        sentence=" ".join(
+            [
+                *(
+                    f"{each.what}: {describe_verdict_change(compared, each)}"
+                    for each in compared.verdicts
+                ),
+                describe_times(compared),
+            ]
+        ),
         cause="",
         action=_suggest_action(compared, step),
         command=(
@@ -68,6 +74,15 @@ def _choose_status(compared: Comparison, step: Change) -> tuple[str, str]:
     return ("SAME", GOOD) if step.outcome is Outcome.SAME else ("CANNOT SAY", NEUTRAL)
 
 
+def describe_times(compared: Comparison) -> str:
+    """Return sentences on the typical step, and on the parts and details that changed."""
+    sentences = [_describe_step(compared.step), _describe_changes(compared, compared.step)]
+    if compared.step.outcome is not Outcome.CHANGED:
+        # The status is then about the parts and details.
+        sentences.reverse()
+    return " ".join(filter(None, sentences))
+
+
 def _describe_step(step: Change) -> str:
     smallest = format_percent(step.detectable / step.before)
     certainty = {
@@ -81,16 +96,12 @@ def _describe_step(step: Change) -> str:
     return f"{times}: {format_change(step.share)}{certainty[step.outcome]}"
 
 
-def describe_verdict_changes(compared: Comparison) -> list[str]:
-    """Return a sentence on each verdict that came, went or has another subject."""
+def describe_verdict_change(compared: Comparison, change: VerdictChange) -> str:
+    """Return a verdict that came, went or has another subject, and the runs that have it."""
     before, after = len(compared.before), len(compared.after)
-    return [
-        sanitize_line(
-            f"{each.what}: {each.text} (in {each.before} of {before} runs before,"
-            f" {each.after} of {after} after)."
-        )
-        for each in compared.verdicts
-    ]
+    return sanitize_line(
+        f"{change.text} (in {change.before} of {before} runs before, {change.after} of {after} after)."
+    )
 
 
 def _describe_changes(compared: Comparison, step: Change) -> str:
@@ -142,30 +153,87 @@ def _suggest_action(compared: Comparison, step: Change) -> str:
     return "; ".join(found)
 
 
-def build_tables(compared: Comparison) -> list[Table]:
-    """Return the table of the step and its parts, and the table of changed details."""
+def build_tables(compared: Comparison, *, all_details: bool = False) -> list[Table]:
+    """Return tables of the runs, the step and its parts, the ranks, and the details that changed.
+
+    all_details: True for all details, those that changed first.
+    """
+    details = [each for each in compared.changes if each.kind in DETAILS]
+    changed = [measure for measure, _ in compared.list_changed(*DETAILS)]
+    shown = [*changed, *(each for each in details if all_details and each not in changed)]
+    title = (
+        "Modules, sections, collectives"
+        if all_details
+        else "Changed modules, sections, collectives"
+    )
     found = [
+        _build_run_table(compared),
         _build_table(
             compared,
             "step",
             "Step",
             [each for each in compared.changes if each.kind not in DETAILS],
-        )
+        ),
+        *_build_rank_tables(compared),
+        *([_build_table(compared, "details", title, shown)] if shown else []),
     ]
-    details = [each for each in compared.changes if each.kind in DETAILS]
-    changed = [measure for measure, _ in compared.list_changed(*DETAILS)]
-    if changed:
-        found.append(
-            _build_table(compared, "details", "Changed modules, sections, collectives", changed)
-        )
     if details:
         unknown = sum(compared.changes[each].outcome is Outcome.UNKNOWN for each in details)
         note = (
             f"{len(details)} modules, sections and collectives compared: {len(changed)} changed,"
             f" {unknown} cannot be told from noise, {len(details) - len(changed) - unknown} same."
         )
-        found[-1] = dataclasses.replace(found[-1], note=note)
+        at = -1 if shown else 1
+        found[at] = dataclasses.replace(found[at], note=note)
     return found
+
+
+def _build_run_table(compared: Comparison) -> Table:
+    """Return the table of the compared runs, with what identifies each of them."""
+    runs = [*compared.before, *compared.after]
+    about = [each.report["run"] for each in runs]
+    sides = ["before"] * len(compared.before) + ["after"] * len(compared.after)
+    columns = [
+        Column("side", sides, Quantity.TEXT),
+        Column("run", [each.run.run_id for each in runs], Quantity.TEXT),
+        Column("program", [each["program"] for each in about], Quantity.TEXT),
+        Column("status", [describe_status(build_headlines(each.report)) for each in runs], Quantity.TEXT,
+               wraps=True),
+        Column("started", [each["started"] and format_minute(each["started"]) for each in about], Quantity.TEXT, 0.5),
+        Column("commit", [each["settings"].get("commit") for each in about], Quantity.TEXT, 0.7),
+        Column("state", [describe_run_state(each) for each in about], Quantity.TEXT, 0.8),
+        Column("ranks", [each["world_size"] for each in about], Quantity.NUMBER, 0.6),
+        Column("steps", [each.report["steps"]["count"] for each in runs], Quantity.NUMBER, 0.6),
+    ]  # fmt: skip
+    return Table("runs", "Runs", columns, first=_MAX_ROWS, noun="run")
+
+
+def _build_rank_tables(compared: Comparison) -> list[Table]:
+    """Return a table of the compute time of each rank, the largest difference first.
+
+    Return [] if fewer than two ranks were measured on both sides.
+    """
+    before, after = (compute_by_rank(side[0].report) for side in (compared.before, compared.after))
+    ranks = sorted(before.keys() & after.keys(), key=lambda rank: -abs(after[rank] - before[rank]))
+    if len(ranks) < 2:
+        return []
+    unit_s = max(*before.values(), *after.values())
+    columns = [
+        Column("rank", ranks, Quantity.TEXT),
+        Column("before", [before[rank] for rank in ranks], unit_of=unit_s),
+        Column("after", [after[rank] for rank in ranks], unit_of=unit_s),
+        Column("change", [after[rank] / before[rank] - 1 for rank in ranks], Quantity.CHANGE),
+    ]
+    return [
+        Table(
+            "ranks",
+            "Compute time of each rank",
+            columns,
+            first=_MAX_ROWS,
+            note="Of the first run of each side. Only verdicts are tested against noise.",
+            noun="rank",
+        )
+    ]
 
 
 def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Measure]) -> Table:
@@ -231,14 +299,6 @@ def _format_interval(change: Change) -> str:
     # No time falls by more than all of it.
     low = max(-1.0, change.low / change.before)
     return f"{format_change(low)} to {format_change(change.high / change.before)}"
-
-
-def throughput_text(compared: Comparison) -> str:
-    """Return steps per second of both sides; "" if they were not measured."""
-    mean = compared.changes.get(MEAN_STEP)
-    if mean is None:
-        return ""
-    return f"{1 / mean.before:.3g} steps/s before, {1 / mean.after:.3g} steps/s after"
 
 
 def build_notes(compared: Comparison) -> list[str]:

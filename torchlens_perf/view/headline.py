@@ -80,6 +80,16 @@ class Headline:
     """The first sentence of `sentence`; "" for headlines that are not of a report."""
 
     @property
+    def ranks(self) -> str:
+        """The ranks with their host, such as "13 (node-0001)"; "" if the verdict is on all ranks."""
+        return next((text for name, text in self.facts if name in ("rank", "ranks")), "")
+
+    @property
+    def since(self) -> str:
+        """The step since which the verdict is true, such as "step 40"; "" if that is not known."""
+        return dict(self.facts).get("steps", "").removeprefix("since ")
+
+    @property
     def cost_unit(self) -> str:
         """The label of the cost: "lost", "per step" for a bottleneck, or "lost per step"."""
         if self.paid_once_s is not None:
@@ -111,25 +121,25 @@ def build_headlines(report: Report, run_dir: str = "") -> list[Headline]:
     return [build_headline(row, report, run_dir) for row in report["verdicts"]]
 
 
-def choose_headline(found: Sequence[Headline]) -> Headline | None:
-    """Return the headline that sets the run's status: the first problem, else the first that is OK.
+def list_current(found: Sequence[Headline]) -> list[Headline]:
+    """Return the current problems in their order; without any, the first verdict that is OK.
 
-    Return None if the report has no current verdict.
+    Return the first verdict if none is OK, and [] if the report has no current verdict.
     """
     now = [each for each in found if not each.is_over]
     wrong = [each for each in now if each.severity in (BAD, WARNING)]
-    return next(iter([*wrong, *(each for each in now if each.severity == GOOD), *now]), None)
+    return wrong or [each for each in now if each.severity == GOOD][:1] or now[:1]
+
+
+def choose_headline(found: Sequence[Headline]) -> Headline | None:
+    """Return the headline that sets the run's status: the first of list_current(), or None."""
+    return next(iter(list_current(found)), None)
 
 
 def describe_status(found: Sequence[Headline]) -> str:
-    """Return status and ranks of all current problems: "BOTTLENECK + SLOW RANK 1"; "" without one."""
-    words = (
-        " ".join([each.status, *(fact_text(*fact) for fact in each.facts if fact[0][:4] == "rank")])
-        for each in found
-        if not each.is_over and each.severity in (BAD, WARNING)
-    )
-    texts = (text.partition(" (")[0].replace("RANK rank ", "RANK ") for text in words)
-    return " + ".join(dict.fromkeys(texts))
+    """Return status and ranks of the current problems: "BOTTLENECK + SLOW RANK 1 (node-0)"."""
+    words = (f"{each.status} {each.ranks}".rstrip() for each in list_current(found))
+    return " + ".join(dict.fromkeys(words))
 
 
 def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:

@@ -99,11 +99,11 @@ def build_document(contents: PageContents, parts: PageParts | None = None) -> st
     )
 
 
-def build_static_document(title: str, elements: Sequence[Child]) -> str:
+def build_static_document(title: str, body: Element) -> str:
     """Return a page without scripts."""
     style = build_page_style()
     rules = _content_security_policy(_csp_hash(style), "'none'", "'none'")
-    return build_html(title, rules, raw_element("style", style), tag("body", tag("main", elements)))
+    return build_html(title, rules, raw_element("style", style), body)
 
 
 def build_html(
