@@ -136,7 +136,7 @@ def test_empty_run_no_run_and_folder_of_runs_have_different_messages(
     for command in (["report", str(run)], ["top", str(run), "--once"]):
         assert main(command) == 2
         err = capsys.readouterr().err
-        assert err.startswith(f"torchlens-perf: {run} has no data yet: try again in some seconds")
+        assert err.startswith(f"torchlens-perf: {run} has no data yet. A run that starts")
         assert f"torchlens-perf sidecar {run}" in err
     assert main(["report", str(run.parent)]) == 2
     assert capsys.readouterr().err.endswith(

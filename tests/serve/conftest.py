@@ -16,6 +16,17 @@ from tests.support.processes import ROOT
 SLOW = 3
 
 
+def simulate(path: Path, *options: str) -> None:
+    """Write a run of four ranks, in a process whose CPU time is not that of the test."""
+    command = ["simulate", "--ranks", "4", "--steps", "96", "--out", str(path), "--quiet", *options]
+    subprocess.run(
+        [sys.executable, "-m", "torchlens_perf", *command],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with one run, named "done", in which rank 3 of 4 was slow."""
@@ -23,24 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fault = f"constant:rank={SLOW},share=0.4,phase=forward,since=20"
     # A run can have only one sidecar at a time, so each process simulates its own run.
     made = folder / f"done-{os.getpid()}"
-    command = [
-        "simulate",
-        "--ranks",
-        "4",
-        "--steps",
-        "96",
-        "--fault",
-        fault,
-        "--out",
-        str(made),
-        "--quiet",
-    ]
-    subprocess.run(
-        [sys.executable, "-m", "torchlens_perf", *command],
-        check=True,
-        capture_output=True,
-        cwd=ROOT,
-    )
+    simulate(made, "--fault", fault)
     made.rename(folder / "done")
     return folder
 

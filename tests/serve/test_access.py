@@ -20,7 +20,7 @@ def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> N
     """
     stranger = server.client_without_token()
     pages = ("/", "/runs/done/", "/runs/none/", "/none", "/runs/done/captures/x/0/trace.json.gz", "/?token=wrong",
-             "/?search=done", "/runs/%ff/")  # fmt: skip
+             "/?search=done", "/compare?before=done&after=done", "/runs/%ff/")  # fmt: skip
     for token in ("", "wrong", "\xff", stranger.address.fragment):
         shown = {
             re.sub(r"(\.\./)+", "", stranger.ask(path, torchlens_perf_token=token).text)
@@ -34,7 +34,6 @@ def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> N
             "/runs/done/api/news",
             "/runs/done/api/step/1",
             "/api/counts",
-            "/api/compare?before=done&after=done",
         ):
             answer = stranger.ask(path, torchlens_perf_token=token)
             assert (answer.status, "done" in answer.text) == (403, False), path

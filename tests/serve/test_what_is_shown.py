@@ -21,7 +21,7 @@ from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.serve.run_list import SORTS
 from torchlens_perf.serve.run_names import parse_run_name, quote_name
-from torchlens_perf.view.headline import build_headlines
+from torchlens_perf.view.headline import build_headlines, list_current
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +30,7 @@ def cells(page: str) -> list[dict[str, str]]:
     """Return the rows of the list as text by column."""
     rows = re.findall(r"<tr>(<td.*?)</tr>", page)
     found = [re.findall(r'<td class="run-(?!tick)(\w+)">(.*?)</td>', row) for row in rows]
-    return [{key: re.sub(r"<[^>]*>", "", text).strip() for key, text in row} for row in found]
+    return [{key: re.sub(r"(<[^>]*>)+", " ", text).strip() for key, text in row} for row in found]
 
 
 def test_run_list_has_status_cost_step_time_and_verdict_of_each_run(
@@ -40,16 +40,22 @@ def test_run_list_has_status_cost_step_time_and_verdict_of_each_run(
     text = viewer.list()
     (row,) = cells(text)
     held = gather_contents(RunDirectory(runs / "done"))["report"]
-    verdict = build_headlines(held)[0]
+    problems = list_current(build_headlines(held))
 
     assert links(text, "runs/") == ["runs/done/"]
-    assert row.pop("started") == (held["run"]["started"] or "").replace("T", " ")[:16]
+    assert "simulation <small>1 run</small>" in text.replace("</span>", "")
+    started = (held["run"]["started"] or "").replace("T", " ")[:16]
+    assert row.pop("started") == f"{started} UTC"
+    facts = [dict(each.facts) for each in problems]
+    assert facts[0]["rank"].startswith("3")
     assert row == {
-        "status": "SLOW RANK", "program": "simulation done", "cost": format_percent(verdict.cost_share or 0),
-        "verdict": html.escape(verdict.sentence, quote=False), "step": format_duration(held["steps"]["p50_s"] or 0),
-        "ranks": "4", "hosts": "1", "steps": "96", "state": "ended",
+        "program": "done", "status": " ".join(each.status for each in problems),
+        "rank": facts[0]["rank"], "since": facts[0]["steps"].removeprefix("since "),
+        "cost": format_percent(problems[0].cost_share or 0),
+        "verdict": " ".join(html.escape(each.sentence, quote=False) for each in problems),
+        "step": format_duration(held["steps"]["p50_s"] or 0), "steps": "96", "ranks": "4", "state": "ended",
     }  # fmt: skip
-    assert f'title="{verdict.cost}"' in text
+    assert f'title="{problems[0].cost}"' in text
     assert "Next:" not in text
 
 
@@ -170,9 +176,13 @@ def test_unreadable_run_is_listed_and_folder_names_are_text(tmp_path: Path, runs
         unreadable = {address: answer for address, answer in shown.items() if answer.status != 200}
         assert set(unreadable) == {"runs/bad/", "runs/fifo/", "runs/begins/"}
         assert viewer.json("/api/counts")["runs"].keys() >= {"good", "not%FFutf8", "line%0Aline"}
-        for answer in unreadable.values():
+        assert "has no data yet. A run that starts" in unreadable["runs/begins/"].text
+        for address, answer in unreadable.items():
             assert answer.status == 503
             assert len(answer.text.splitlines()) == 1
+            page = viewer.answer_of_page(f"/{address}", accept="text/html").text
+            assert html.escape(answer.text.strip(), quote=False) in page
+            assert "This page renews itself." in page
         for name in ("link", "loop", "file", "no%20run", "nodes%20is%20a%20file"):
             assert viewer.ask(f"/runs/{name}/").status == 404
         assert viewer.ask("/?search=bad").text.count('href="runs/') == 1
@@ -205,6 +215,9 @@ def test_run_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None
                     == ["begins", "live", "slow"]
                 )
             assert names("sort=nothing") == names("")
+            assert names("sort=rank")[0] == names("sort=since")[0] == "slow"
+            assert names("pin=begins&pin=gone&sort=ranks") == ["begins", "slow", "live"]
+            assert ">Pinned</span> <small>1 run" in viewer.ask("/?pin=begins").text
             assert names("search=SLOW+rank") == ["slow"]
             assert set(names("search=live")) == {"live"}
             page = viewer.ask("/?sort=-ranks&search=l").text

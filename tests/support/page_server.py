@@ -21,7 +21,7 @@ from torchlens_perf.serve.access import TOKEN_HEADER
 ENDS_WITHIN_S = 240
 # Readers of the lowest priority get no CPU as long as other tests keep all busy.
 KEEP_PRIORITY = Path(__file__).with_name("keep_priority")
-IS_READ = "The server is still reading this run"
+IS_READ = "<h1>Reading</h1>"
 
 
 class Answer:
@@ -108,6 +108,14 @@ class Viewer(ClientWithoutToken):
             if answer.headers.get("content-encoding") == "gzip" or IS_READ not in answer.text:
                 break
             assert time.monotonic() < deadline_s, "it was not read"
+            time.sleep(0.2)
+        return answer
+
+    def comparison(self, query: str, **headers: str) -> Answer:
+        """Return the page that compares runs once they are read."""
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
+        while (answer := self.ask(f"/compare?{query}", **headers)).status == 503:
+            assert time.monotonic() < deadline_s, "the runs were not read"
             time.sleep(0.2)
         return answer
 

@@ -19,7 +19,12 @@ from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.kinds import BAD, GOOD, KINDS, NEUTRAL, WARNING
 from torchlens_perf.verdicts.verdict import Evidence
 from torchlens_perf.verdicts.words.report import Report
-from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
+from torchlens_perf.view.headline import (
+    Headline,
+    build_headlines,
+    choose_headline,
+    describe_status,
+)
 
 
 def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> Report:
@@ -106,6 +111,8 @@ def test_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
     assert choose_headline([over, fine, slow]) is slow
     assert choose_headline([over, fine]) is fine
     assert choose_headline([over]) is None
+    assert describe_status([over, slow, fine]) == f"SLOW RANK {dict(slow.facts)['rank']}"
+    assert describe_status([fine, over]) == "OK"
 
 
 @pytest.mark.parametrize("kind", sorted({kind for each in EVIDENCE for kind in kinds_with(each)}))

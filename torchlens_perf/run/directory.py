@@ -117,9 +117,9 @@ class RunDirectory:
             )
         if os.path.isdir(self.nodes):
             return (
-                f"{self.path} has no data yet: try again in some seconds, or in 90 s if the job"
-                " keeps all CPUs busy. If the job has ended, run `torchlens-perf sidecar"
-                f" {self.path}`"
+                f"{self.path} has no data yet. A run that starts has some in a few seconds, or in"
+                " 90 s if the job keeps all CPUs busy. If the job has ended, run"
+                f" `torchlens-perf sidecar {self.path}`"
             )
         runs = sorted(nodes.parent.name for nodes in self.path.glob("*/nodes"))
         if runs:

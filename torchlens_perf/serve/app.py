@@ -10,7 +10,7 @@
     /runs/ID/api/captures           POST ?ranks=&steps=: requests a capture
     /runs/ID/api/captures/ID        the results of a capture
     /runs/ID/captures/ID/RANK/FILE  a file of a capture
-    /api/compare?before=&after=     the comparison of two runs as JSON
+    /compare?before=RUN&after=RUN   the comparison of runs, or ?run=&run= for two, the older one first
     /api/counts                     how often the server has looked at and read each run
     /static/FILE                    styles and scripts
 """
@@ -34,6 +34,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
+from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.errors import printable
 from torchlens_perf.serve.access import PAGE_HEADERS
 from torchlens_perf.serve.captures import (
@@ -43,10 +44,10 @@ from torchlens_perf.serve.captures import (
 )
 from torchlens_perf.serve.follow import RunFollower
 from torchlens_perf.serve.list_page import ROOT, build_list_page, build_message_page
-from torchlens_perf.serve.live_page import comparison_as_json, step_as_json
+from torchlens_perf.serve.live_page import render_comparison, step_as_json
 from torchlens_perf.serve.readers import ReaderPool
-from torchlens_perf.serve.run_list import RunList
-from torchlens_perf.serve.run_names import ReadError, check_run_name, parse_run_name, quote_name
+from torchlens_perf.serve.run_list import RunLine, RunList
+from torchlens_perf.serve.run_names import ReadError, parse_run_name, quote_name, unquote_name
 from torchlens_perf.serve.static_files import (
     STYLE,
     compressed_file,
@@ -94,7 +95,7 @@ class Server:
                 Route("/", self._get_run_list),
                 Route("/static/{file}", self._get_static_file),
                 Route("/api/counts", self._get_counts),
-                Route("/api/compare", self._get_comparison),
+                Route("/compare", self._get_comparison),
                 Route(f"{run}/", self._get_run_page),
                 Route(f"{run}/api/contents", self._get_contents),
                 Route(f"{run}/api/news", self._get_state),
@@ -114,25 +115,27 @@ class Server:
     # -- pages
 
     async def _get_run_list(self, request: Request) -> Response:
-        page, search, sort = (
-            request.query_params.get(key, "") for key in ("page", "search", "sort")
-        )
+        asked = request.query_params
+        page, search, sort = (asked.get(key, "") for key in ("page", "search", "sort"))
+        pinned = [unquote_name(each) for each in asked.getlist("pin")]
         listed = await self._list.load_page(
-            int(page) if page.isdecimal() and len(page) < 9 else 0, search, sort
+            int(page) if page.isdecimal() and len(page) < 9 else 0,
+            search,
+            sort,
+            pinned,
         )
         return HTMLResponse(
-            build_list_page(self._folder, listed, search, sort), headers=PAGE_HEADERS
+            build_list_page(self._folder, listed, search, sort, pinned), headers=PAGE_HEADERS
         )
 
     async def _get_run_page(self, request: Request) -> Response:
         follower = self._follower_of(request)
         now = await follower.wait_for_page(_FIRST_PAGE_TIMEOUT_S)
         if now is None:
-            words = (
-                f"The server is still reading this run ({follower.describe_reading()}). This page"
-                " reloads by itself."
-            )
-            page = build_message_page("Reading", words, ROOT, reloads=True)
+            line = self._list.lines.get(parse_run_name(request.scope["raw_path"]))
+            of = f" of {format_count(line.ranks, 'rank')}" if line and line.ranks else ""
+            words = f"Reading this run{of} takes long ({follower.describe_reading()})."
+            page = build_message_page("Reading", words, ROOT, renews=True)
             return HTMLResponse(page, headers=PAGE_HEADERS)
         return _gzip_response(request, now.html, "text/html; charset=utf-8", PAGE_HEADERS)
 
@@ -163,12 +166,18 @@ class Server:
         return JSONResponse({"runs": runs})
 
     async def _get_comparison(self, request: Request) -> Response:
-        names = [request.query_params.get(key, "") for key in ("before", "after")]
-        if self._is_one or not all(map(check_run_name, names)):
-            raise ReadError(404, "there are no two such runs to compare here")
-        paths = [os.path.join(self._folder, name) for name in names]
-        found = await self._slow.call(comparison_as_json, *paths, within_s=_STEP_WITHIN_S)
-        return _gzip_response(request, found, "application/json")
+        ticked, before, after = (
+            [unquote_name(each) for each in request.query_params.getlist(key)]
+            for key in ("run", "before", "after")
+        )
+        # The older run is the side before, as far as the list has read when both started.
+        ticked.sort(key=lambda name: (self._list.lines.get(name, RunLine(name)).started, name))
+        sides = (*before, *ticked[:1]), (*after, *ticked[1:])
+        if self._is_one or not all(sides) or "" in sides[0] + sides[1]:
+            raise ReadError(404, "A comparison needs two runs: tick them in the list.")
+        call = self._slow.start(render_comparison, self._folder, *sides, within_s=_STEP_WITHIN_S)
+        found = await call.wait(_FIRST_PAGE_TIMEOUT_S)
+        return _gzip_response(request, found, "text/html; charset=utf-8", PAGE_HEADERS)
 
     # -- following a run
 
@@ -280,7 +289,9 @@ async def _error_response(request: Request, error: Exception) -> Response:
         status, text = error.status, printable(str(error))
         if "/api/" in request.url.path:
             return JSONResponse({"problem": text}, status)
-    if status != 404 or "text/html" not in request.headers.get("accept", ""):
+    if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{text}\n", status)
     root = "../" * (request.scope["raw_path"].count(b"/") - 1)
-    return HTMLResponse(build_message_page("Not found", text, root), 404, headers=PAGE_HEADERS)
+    title = "Not found" if status == 404 else "Waiting for the run"
+    page = build_message_page(title, text, root, renews=status != 404)
+    return HTMLResponse(page, status, headers=PAGE_HEADERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from urllib.parse import urlencode
 
 from torchlens_perf.analysis.statistics.quantities import (
@@ -16,55 +17,36 @@ from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, RunLine, RunList
 from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
+from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.markup import Child, Element, tag
 
 ROOT = "../../"
 """The list's address relative to a run's page."""
 _COLUMNS = (
-    ("status", "Status"), ("program", "Program"), ("cost", "Cost"), ("verdict", "Verdict"), ("step", "Step p50"),
-    ("ranks", "Ranks"), ("hosts", "Hosts"), ("steps", "Steps"), ("state", "State"), ("started", "Started (UTC)"),
+    ("program", "Run"), ("status", "Status"), ("rank", "Rank"), ("cost", "Cost"), ("since", "Since"),
+    ("step", "Step p50"), ("steps", "Steps"), ("ranks", "Ranks"), ("state", "State"), ("started", "Started"),
+    ("verdict", "Finding"),
 )  # fmt: skip
 """CSS class and heading of each column. The class is also the key in SORTS."""
 
 
-def build_list_page(folder: str, listed: RunListPage, search: str, sort: str) -> str:
-    """Return the list as HTML. search, sort: the arguments of RunList.load_page()."""
-    now_s = time.time()
-    looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
-    total = format_count(listed.total, "run")
-    which = f"{listed.matching} of {total} match" if search else total
-    newest: Child = (
-        [" \u00b7 ", tag("a", "sort by last change", href=_query_string(search, ""))]
-        if sort
-        else None
-    )
-    rows = [
-        tag("tr", _build_compare_cell(line), _build_cells(line, now_s)) for line in listed.lines
-    ]
-    ticks = tag("th", class_="run-tick", scope="col", aria_label="Compare")
-    head_row = tag(
-        "tr", ticks, [_build_heading(key, title, search, sort) for key, title in _COLUMNS]
-    )
-    runs = tag(
-        "table",
-        tag("caption", f"{which}, updated {looked}", newest),
-        tag("thead", head_row),
-        tag("tbody", rows),
-        class_="runs",
-    )
-    empty = f"No run matches \u201c{search[:100]}\u201d."
-    if not search:
-        empty = (
-            f"There is no run in {printable(folder)} yet. A run appears when its first rank starts"
-            " recording."
-        )
+def build_list_page(
+    folder: str, listed: RunListPage, search: str, sort: str, pinned: Sequence[str]
+) -> str:
+    """Return the list as HTML. search, sort, pinned: the arguments of RunList.load_page()."""
     body = tag(
         "body",
         tag(
             "header",
             tag("h1", "Runs ", tag("small", printable(folder))),
             _build_filter_form(search, sort),
-            tag("p", id="compared", role="status"),
+            tag(
+                "form",
+                tag("button", "Compare the two ticked runs", type="submit"),
+                id="compare",
+                action="compare",
+                method="get",
+            ),
         ),
         tag(
             "main",
@@ -83,11 +65,9 @@ def build_list_page(folder: str, listed: RunListPage, search: str, sort: str) ->
                 if listed.unread
                 else None
             ),
-            (
-                tag("div", runs, class_="scrolls", tabindex="0", role="region", aria_label="Runs")
-                if rows
-                else tag("p", empty)
-            ),
+            _build_table(listed, search, sort, pinned)
+            if listed.lines
+            else _build_empty(folder, search),
             _build_page_links(listed, search, sort),
             data_reading=str(listed.unread) if listed.unread else None,
         ),
@@ -97,71 +77,127 @@ def build_list_page(folder: str, listed: RunListPage, search: str, sort: str) ->
     return build_page("Runs", body, "")
 
 
-def build_message_page(title: str, words: str, root: str, *, reloads: bool = False) -> str:
+def build_message_page(title: str, words: str, root: str, *, renews: bool = False) -> str:
     """Return a page with a message and a link to the list.
 
-    root: the list's address relative to this page.
+    root: the list's address relative to this page. renews: True for a page that asks again.
     """
     link = tag("p", tag("a", "All runs", href=root or "./"))
+    again = " This page renews itself." if renews else ""
     body = tag(
-        "body", tag("header", tag("h1", title)), tag("main", tag("p", words, role="status"), link)
+        "body",
+        tag("header", tag("h1", title)),
+        tag(
+            "main",
+            tag("p", f"{words}{again}", role="status"),
+            link,
+            data_reading="" if renews else None,
+        ),
+        tag("script", src=static_address(LIST_SCRIPT, root)) if renews else None,
     )
-    again = tag("meta", http_equiv="refresh", content="2") if reloads else None
-    return build_page(title, body, root, again)
+    return build_page(title, body, root)
 
 
-def build_page(title: str, body: Element, root: str, more: Child = None) -> str:
-    """Return a page as HTML. more: additional elements of its head."""
-    styles = [more, build_style_links([static_address(STYLE, root)])]
-    return build_html(title, LIVE_POLICY, styles, body)
+def build_page(title: str, body: Element, root: str) -> str:
+    """Return a page as HTML."""
+    return build_html(title, LIVE_POLICY, build_style_links([static_address(STYLE, root)]), body)
 
 
-def _build_compare_cell(line: RunLine) -> Element:
-    """Return a cell with a checkbox that selects the run for a comparison of step times."""
+def _build_empty(folder: str, search: str) -> Element:
+    missing = f"There is no run in {printable(folder)} yet. A run appears when its first rank starts recording."
+    return tag("p", f"No run matches \u201c{search[:100]}\u201d." if search else missing)
+
+
+def _build_table(listed: RunListPage, search: str, sort: str, pinned: Sequence[str]) -> Element:
+    """Return the table. Pinned runs come first; without a sort order, runs are grouped by program."""
+    now_s = time.time()
+    looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
+    total = format_count(listed.total, "run")
+    which = f"{listed.matching} of {total} match" if search else total
+    usual: Child = (
+        [" \u00b7 ", tag("a", "group by program", href=_query_string(search, ""))] if sort else None
+    )
+    groups: dict[str, list[RunLine]] = {}
+    for line in listed.lines:
+        program = "All programs" if sort else line.program or "Program not known yet"
+        groups.setdefault("Pinned" if line.name in pinned else program, []).append(line)
+    head_row = tag(
+        "tr",
+        tag("th", class_="run-tick", scope="col", aria_label="Compare or pin"),
+        [_build_heading(key, title, search, sort) for key, title in _COLUMNS],
+    )
+    runs = tag(
+        "table",
+        tag("caption", f"{which}, updated {looked}", usual),
+        tag("thead", head_row),
+        [
+            tag(
+                "tbody",
+                _build_group_row(title, lines),
+                [
+                    tag("tr", _build_tick_cell(line), _build_cells(line, title, now_s))
+                    for line in lines
+                ],
+            )
+            for title, lines in groups.items()
+        ],
+        class_="runs",
+    )
+    return tag("div", runs, class_="scrolls", tabindex="0", role="region", aria_label="Runs")
+
+
+def _build_group_row(title: str, lines: Sequence[RunLine]) -> Element:
+    parts = tag("span", title, title=title), " ", tag("small", format_count(len(lines), "run"))
+    return tag("tr", tag("th", parts, scope="rowgroup", colspan=len(_COLUMNS) + 1), class_="group")
+
+
+def _build_tick_cell(line: RunLine) -> Element:
+    """Return a cell with a checkbox that selects the run for a comparison."""
     box = tag(
         "input",
         type="checkbox",
-        value=line.name,
-        aria_label=f"Compare {line.program} {line.name}",
+        name="run",
+        value=quote_name(line.name),
+        form="compare",
+        aria_label=f"Compare {line.name}",
     )
     return tag("td", box, class_="run-tick")
 
 
-def _build_cells(line: RunLine, now_s: float) -> list[Element]:
-    """Return the cells of a row, one for each of _COLUMNS."""
-    run = tag("small", line.name) if line.program else line.name
-    ranks = (
-        f"{line.seen} of {line.ranks}"
-        if line.ranks and line.seen < line.ranks
-        else _number_text(line.ranks)
-    )
-    also = f" Also: {line.also}" if line.also else ""
-    head, tooltip = line.headline, line.headline.sentence + also
+def _build_cells(line: RunLine, group: str, now_s: float) -> list[Element]:
+    """Return the cells of a row, one for each of _COLUMNS. Some have a line for each problem."""
+    seen = f"{line.seen:,} of " if line.ranks and line.seen < line.ranks else ""
+    words = f"{line.started.replace('T', ' ')[:16]} UTC"
+
+    def stack(text: Callable[[Headline], str]) -> list[Element]:
+        return [tag("div", text(each), title=text(each) or None) for each in line.headlines]
+
     texts: list[Child] = [
-        tag("span", head.status, class_=f"chip {head.severity}"),
-        tag(
-            "a",
-            f"{line.program} ".lstrip(),
-            run,
-            href=f"runs/{quote_name(line.name)}/",
-            title=line.name,
-        ),
-        tag("span", format_percent(head.cost_share), title=head.cost) if head.cost_share else None,
-        tag("span", head.sentence, tag("small", also) if also else "", title=tooltip),
+        [
+            tag("a", line.name, href=f"runs/{quote_name(line.name)}/", title=line.name),
+            tag("small", line.program) if group != line.program else None,
+        ],
+        [
+            tag("div", tag("span", each.status, class_=f"chip {each.severity}"))
+            for each in line.headlines
+        ],
+        stack(lambda each: each.ranks),
+        [
+            tag("div", format_percent(each.cost_share) if each.cost_share else "", title=each.cost)
+            for each in line.headlines
+        ],
+        stack(lambda each: each.since),
         format_duration(line.step_s) if line.step_s else None,
-        ranks,
-        _number_text(line.hosts),
-        _number_text(line.steps),
+        f"{line.steps:,}" if line.steps is not None else None,
+        f"{seen}{line.ranks:,}" if line.ranks is not None else None,
         _build_state_cell(line, now_s),
-        line.started.replace("T", " ")[:16],
+        # A script shows it in the viewer's time zone.
+        tag("time", words, datetime=line.started, title=words) if line.started else None,
+        stack(lambda each: each.sentence),
     ]
     return [
         tag("td", text, class_=f"run-{key}") for (key, _), text in zip(_COLUMNS, texts, strict=True)
     ]
-
-
-def _number_text(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
 
 
 def _build_state_cell(line: RunLine, now_s: float) -> Child:
@@ -172,7 +208,8 @@ def _build_state_cell(line: RunLine, now_s: float) -> Child:
             f"silent for {format_age(silent_s)}",
             title="No rank has ended, but no sidecar is writing the run's state.",
         )
-    return tag("b", line.state, class_="live") if line.is_live else line.state
+    kind = {"live": "live", "ended": None}.get(line.state, "problem")
+    return tag("span", line.state, class_=kind, title=line.state)
 
 
 def _build_heading(key: str, title: str, search: str, sort: str) -> Element:
@@ -195,31 +232,19 @@ def _query_string(search: str, sort: str, page: int = 0) -> str:
 def _build_page_links(listed: RunListPage, search: str, sort: str) -> Element | None:
     if listed.pages == 1:
         return None
-
-    def build_link(page: int, text: str) -> Child:
-        if not 0 <= page < listed.pages or page == listed.page:
-            return None
-        return [tag("a", text, href=_query_string(search, sort, page)), " "]
-
-    at = f"page {listed.page + 1} of {listed.pages} "
-    links = [
-        build_link(0, "First"),
-        build_link(listed.page - 1, "Previous"),
-        at,
-        build_link(listed.page + 1, "Next"),
+    links: list[Child] = [
+        [tag("a", text, href=_query_string(search, sort, page)), " "]
+        for page, text in ((listed.page - 1, "Previous"), (listed.page + 1, "Next"))
+        if 0 <= page < listed.pages
     ]
-    return tag(
-        "nav",
-        tag("p", links, build_link(listed.pages - 1, "Last")),
-        aria_label="Pages",
-        class_="pages",
-    )
+    at = f"page {listed.page + 1} of {listed.pages} "
+    return tag("nav", tag("p", at, links), aria_label="Pages", class_="pages")
 
 
 def _build_filter_form(search: str, sort: str) -> Element:
     field = tag("input", name="search", value=search or None, type="search", maxlength="100")
     kept = tag("input", name="sort", value=sort, type="hidden") if sort else None
-    words = "Filter by program, run, status or state"
+    words = "Search for a program, run, status or state"
     return tag(
-        "form", tag("label", "Filter runs ", field, title=words), kept, method="get", role="search"
+        "form", tag("label", "Search ", field, title=words), kept, method="get", role="search"
     )

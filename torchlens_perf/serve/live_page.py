@@ -1,5 +1,5 @@
 """A run's page on the server: the static page, the run's state, and a form to request captures; and
-the server's JSON on steps and comparisons.
+the page that compares runs.
 
 This module runs in reader processes.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes
-from torchlens_perf.compare.comparison import build_comparison, read_compared_run
-from torchlens_perf.compare.comparison_json import to_dictionary
+from torchlens_perf.compare.comparison import compare_runs
+from torchlens_perf.compare.page import build_body
 from torchlens_perf.page.document.html import (
     LIVE_POLICY,
     PageParts,
@@ -23,13 +25,13 @@ from torchlens_perf.page.document.html import (
     contents_as_json,
 )
 from torchlens_perf.page.gather.run_contents import gather_contents, gather_step
-from torchlens_perf.report.report_json import to_json_types
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
 from torchlens_perf.serve.captures import describe_capture, list_captured_files
-from torchlens_perf.serve.list_page import ROOT
+from torchlens_perf.serve.list_page import ROOT, build_page
+from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.serve.static_files import LIVE_SCRIPT, PAGE_SCRIPT, STYLE, static_address
 from torchlens_perf.store.run_folders import open_run
-from torchlens_perf.view.html import build_table
+from torchlens_perf.view.html import build_table, cut_middle
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table
 
@@ -91,11 +93,32 @@ def step_as_json(path: str, number: int) -> bytes:
     return compress_text(json.dumps(step, separators=(",", ":"), allow_nan=False))
 
 
-def comparison_as_json(before: str, after: str) -> bytes:
-    """Return the comparison of two runs as compressed JSON, as `compare --json` prints it."""
-    sides = [[read_compared_run(open_run(path).path)] for path in (before, after)]
-    found = to_json_types(to_dictionary(build_comparison(*sides)))
-    return compress_text(json.dumps(found, allow_nan=False))
+def render_comparison(folder: str, before: Sequence[str], after: Sequence[str]) -> bytes:
+    """Return the compressed page that compares runs of a folder. before, after: their names."""
+    paths = [open_run(os.path.join(folder, name)).path for name in (*before, *after)]
+    swapped = {
+        key: list(map(quote_name, side)) for key, side in (("before", after), ("after", before))
+    }
+    links = tag(
+        "ul",
+        tag("li", tag("a", "All runs", href="./")),
+        tag(
+            "li",
+            tag("a", "Swap before and after", href=f"compare?{urlencode(swapped, doseq=True)}"),
+        ),
+        class_="facts",
+    )
+    body = build_body(
+        compare_runs(paths[: len(before)], paths[len(before) :]),
+        {
+            "run": [
+                tag("a", cut_middle(path.name, 48), href=f"runs/{quote_name(path.name)}/")
+                for path in paths
+            ]
+        },
+        links,
+    )
+    return compress_text(build_page(" and ".join(path.name for path in paths), body, ""))
 
 
 def compress_text(text: str) -> bytes:

@@ -19,12 +19,7 @@ from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import FoundRun, find_runs, is_run, open_run
 from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, WARNING
 from torchlens_perf.verdicts.words.run_state import describe_state, join_state
-from torchlens_perf.view.headline import (
-    Headline,
-    build_headlines,
-    choose_headline,
-    describe_status,
-)
+from torchlens_perf.view.headline import Headline, build_headlines, list_current
 
 ROWS = 50
 _SEVERITIES = (BAD, WARNING, NEUTRAL, GOOD)
@@ -61,15 +56,12 @@ class RunLine:
 
     If Found has another value, the run must be read again.
     """
-    headline: Headline = _READING
-    """The verdict, or the reason why the run cannot be read."""
-    also: str = ""
-    """The other current verdicts, as status and ranks."""
+    headlines: tuple[Headline, ...] = (_READING,)
+    """The current problems or, without any, a single verdict or the reason why no verdict is known."""
     step_s: float | None = None
     ranks: int | None = None
     seen: int = 0
     """Number of ranks in the report."""
-    hosts: int | None = None
     steps: int | None = None
     is_live: bool = False
     state: str = ""
@@ -78,18 +70,22 @@ class RunLine:
 
 
 SORTS: Mapping[str, Callable[[RunLine], object]] = {
-    "status": lambda line: (_SEVERITIES.index(line.headline.severity), line.headline.status),
-    "program": lambda line: line.program.casefold() or None,
-    "cost": lambda line: line.headline.cost_share,
+    "program": lambda line: (line.program.casefold(), line.name) if line.program else None,
+    "status": lambda line: (
+        _SEVERITIES.index(line.headlines[0].severity),
+        line.headlines[0].status,
+    ),
+    "rank": lambda line: (len(text), text) if (text := line.headlines[0].ranks) else None,
+    "cost": lambda line: line.headlines[0].cost_share,
+    "since": lambda line: (len(text), text) if (text := line.headlines[0].since) else None,
     "step": lambda line: line.step_s,
     "ranks": lambda line: line.ranks,
-    "hosts": lambda line: line.hosts,
     "steps": lambda line: line.steps,
     "state": lambda line: (not line.is_live, line.state),
     "started": lambda line: line.started or None,
 }
 """Sort keys of the columns. A run whose key is None comes last."""
-LARGEST_FIRST = ("cost", "step", "ranks", "hosts", "steps", "started")
+LARGEST_FIRST = ("cost", "step", "ranks", "steps", "started")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +118,7 @@ class RunList:
         """found: the result of find_runs() a moment ago."""
         self._folder, self._readers = folder, readers
         self._found, self._looked_unix_s, self._problem = list(found), time.time(), ""
-        self._lines: dict[str, RunLine] = {}
+        self.lines: dict[str, RunLine] = {}
         self._next_s = time.monotonic() + _LOOK_INTERVAL_S
         self._looking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -131,12 +127,14 @@ class RunList:
         self._retry_s: dict[str, float] = {}
         """Times before which runs are not read again, because their disk did not answer."""
 
-    async def load_page(self, page: int, search: str = "", sort: str = "") -> RunListPage:
-        """Return one page of the matching runs, most recently changed first.
+    async def load_page(
+        self, page: int, search: str = "", sort: str = "", pinned: Sequence[str] = ()
+    ) -> RunListPage:
+        """Return one page of the matching runs: pinned ones, then the most recently changed ones.
 
         Runs that take long to read appear later.
 
-        sort: a key of SORTS, with a hyphen in front for the opposite order.
+        sort: a key of SORTS, with a hyphen in front for the opposite order. pinned: names.
         """
         deadline_s = time.monotonic() + _TIMEOUT_S
         if self._looking is None and time.monotonic() >= self._next_s:
@@ -148,6 +146,7 @@ class RunList:
             found = [each for each in self._found if self._matches(each, search.casefold())]
             if is_sorted:
                 found = self._sort(found, sort)
+            found.sort(key=lambda each: each.name not in pinned)
             pages = max(1, -(-len(found) // ROWS))
             page = min(max(0, page), pages - 1)
             shown = found[page * ROWS : (page + 1) * ROWS]
@@ -178,19 +177,20 @@ class RunList:
 
     def _last_known_line(self, found: FoundRun) -> RunLine:
         """Return the last known line of a run, or a line on the reason for having none."""
-        line = self._lines.get(found.name)
+        line = self.lines.get(found.name)
         if line is None and self._first is not None and self._first[0] == found.name:
-            return RunLine(found.name, headline=_message("READING", self._first[1].describe()))
+            return RunLine(found.name, headlines=(_message("READING", self._first[1].describe()),))
         return line or RunLine(found.name)
 
     def _matches(self, found: FoundRun, words: str) -> bool:
         line = self._last_known_line(found)
-        texts = (line.name, line.program, line.headline.status, line.state)
+        states = [each.status for each in line.headlines]
+        texts = (line.name, line.program, line.state, *states)
         return any(words in text.casefold() for text in texts)
 
     def _sort(self, found: Sequence[FoundRun], sort: str) -> list[FoundRun]:
         key = sort.removeprefix("-")
-        values: dict[str, Any] = {name: SORTS[key](line) for name, line in self._lines.items()}
+        values: dict[str, Any] = {name: SORTS[key](line) for name, line in self.lines.items()}
         known = [each for each in found if values.get(each.name) is not None]
         known.sort(
             key=lambda each: values[each.name],
@@ -204,8 +204,8 @@ class RunList:
             call = self._readers.start(find_runs, self._folder, within_s=_FIND_WITHIN_S)
             self._found = await call.wait()
             self._looked_unix_s, self._problem = time.time(), ""
-            self._lines = {
-                each.name: line for each in self._found if (line := self._lines.get(each.name))
+            self.lines = {
+                each.name: line for each in self._found if (line := self.lines.get(each.name))
             }
         except ReadError as error:
             self._problem = str(error)
@@ -233,7 +233,7 @@ class RunList:
                     lines = [_unreadable_line(runs[0], error)]
                     now_s = time.monotonic()
                     self._retry_s[runs[0].name] = now_s + _MIN_IDLE_RATIO * (now_s - began_s)
-                self._lines |= {line.name: line for line in lines}
+                self.lines |= {line.name: line for line in lines}
                 runs = runs[len(lines) :]
         finally:
             self._reading = self._first = None
@@ -260,7 +260,7 @@ def _unreadable_line(found: FoundRun, error: Exception) -> RunLine:
     words = (
         str(error) if isinstance(error, TorchlensPerfError) else f"{type(error).__name__}: {error}"
     )
-    return RunLine(*found, _message("UNREADABLE", printable(words)[:_MAX_PROBLEM], BAD))
+    return RunLine(*found, (_message("UNREADABLE", printable(words)[:_MAX_PROBLEM], BAD),))
 
 
 def _read_line(path: str, found: FoundRun) -> RunLine:
@@ -268,10 +268,9 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
         run = open_run(path)
         if not any(run.nodes.glob("*.json")):
             waiting = _message("STARTING", "No step has been recorded yet.")
-            return RunLine(*found, waiting, is_live=True, state="starting")
+            return RunLine(*found, (waiting,), is_live=True, state="starting")
         report = load_report(run, lost_time=False)
-        headlines = build_headlines(report)
-        verdict = choose_headline(headlines)
+        headlines = list_current(build_headlines(report))
     # One unreadable run must not hide the other runs.
     except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
         return _unreadable_line(found, error)
@@ -279,15 +278,20 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
     state, ranks = describe_state(about)
     return RunLine(
         *found,
-        verdict or _message("NO VERDICT", ""),
-        describe_status([each for each in headlines if each is not verdict]),
+        tuple(headlines) or (_message("NO VERDICT", ""),),
         steps["p50_s"],
         about["world_size"],
         about["ranks_seen"],
-        len({row["host"] for row in report["ranks"]}),
         steps["count"],
         about["live"],
-        join_state("live" if about["live"] else state, ranks),
+        join_state(
+            state
+            if not about["live"]
+            else "hang"
+            if any(each.kind == "hang" for each in headlines)
+            else "live",
+            ranks,
+        ),
         about["started"] or "",
         about["program"] or "",
     )

@@ -31,9 +31,10 @@ def quote_name(name: str) -> str:
 def parse_run_name(raw_path: bytes) -> str:
     """Return NAME of the raw request path /runs/NAME/...; "" if no folder can have this name."""
     parts = raw_path.split(b"/")
-    return check_run_name(os.fsdecode(unquote_to_bytes(parts[2])) if len(parts) > 2 else "")
+    return unquote_name(parts[2]) if len(parts) > 2 else ""
 
 
-def check_run_name(name: str) -> str:
-    """Return the name; "" if no folder can have it."""
+def unquote_name(quoted: str | bytes) -> str:
+    """Return the name that quote_name() has quoted; "" if no folder can have it."""
+    name = os.fsdecode(unquote_to_bytes(quoted))
     return "" if name in (".", "..") or "/" in name or "\0" in name or len(name) > 255 else name

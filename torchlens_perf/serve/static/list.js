@@ -1,71 +1,79 @@
-// Renews the list of runs while it is open, and filters it as the user types.
+// Renews the list of runs, or a page with a message, while it is open. Searches as the user types, and keeps pinned runs.
 {
-  const READING_MS = 1000, USUAL_MS = 5000, TYPING_MS = 300;
-  const form = document.querySelector("form[role=search]");
-  // The steps of at most two selected runs, by name, in the order of selection.
-  const ticked = new Map();
-  // Results of comparisons by the names of both runs.
-  const compared = new Map();
+  const READING_MS = 1000, USUAL_MS = 5000, TYPING_MS = 300, PINS = "torchlens_perf pins";
+  const form = document.querySelector("form[role=search]"), compare = document.querySelector("#compare button");
+  // The values of at most two ticked runs, in the order of ticking.
+  const ticked = new Set();
   let typing = 0;
 
-  // A renewal replaces the list's elements, so the selection is kept here.
-  function showTicks() {
-    for (const box of document.querySelectorAll("main input")) box.checked = ticked.has(box.value);
-    const runs = [...ticked].map(([name, text]) => `${name}: ${text ? `step p50 ${text}` : "no step time"}`);
-    const texts = ticked.size === 2 ? [runs.join(" \u00b7 "), compared.get([...ticked.keys()].join("/"))] : [];
-    document.getElementById("compared").textContent = texts.filter(Boolean).join(". ");
+  const pins = () => JSON.parse(localStorage.getItem(PINS) ?? "[]");
+
+  function pin(name) {
+    const others = pins().filter((each) => each !== name);
+    localStorage.setItem(PINS, JSON.stringify(others.length < pins().length ? others : [...others, name]));
+    tryToRenew();
   }
 
-  // Adds the result of a comparison with its uncertainty, which takes a moment.
-  async function compareTicked() {
-    const names = [...ticked.keys()], key = names.join("/");
-    if (names.length < 2 || compared.has(key)) return;
-    const answer = await torchlensAsk(`api/compare?${new URLSearchParams({ before: names[0], after: names[1] })}`);
-    const found = await answer.json().catch(() => ({}));
-    compared.set(key, found.sentence ? `${found.status}: ${found.sentence}` : found.problem ?? "");
+  // A renewal replaces the list's elements, so ticks, pins and local times are set again.
+  function dress() {
+    for (const box of document.querySelectorAll("main input[name=run]")) {
+      const isPinned = pins().includes(box.value), name = box.ariaLabel.replace("Compare", "Pin");
+      const button = Object.assign(document.createElement("button"), { className: "pin", ariaLabel: name, title: name });
+      button.textContent = isPinned ? "\u2605" : "\u2606";
+      button.ariaPressed = isPinned;
+      button.addEventListener("click", () => pin(box.value));
+      box.parentElement.append(button);
+    }
+    // Swedish writes dates as in ISO 8601.
+    for (const time of document.querySelectorAll("main time")) {
+      time.textContent = new Date(time.dateTime).toLocaleString("sv-SE").slice(0, 16);
+    }
     showTicks();
+  }
+
+  function showTicks() {
+    for (const box of document.querySelectorAll("main input[name=run]")) box.checked = ticked.has(box.value);
+    if (compare) compare.disabled = ticked.size !== 2;
   }
 
   document.addEventListener("change", ({ target }) => {
-    if (!target.matches("main input")) return;
-    const text = target.closest("tr").querySelector(".run-step").textContent;
-    if (target.checked) ticked.set(target.value, text);
+    if (!target.matches("main input[name=run]")) return;
+    if (target.checked) ticked.add(target.value);
     else ticked.delete(target.value);
-    if (ticked.size > 2) ticked.delete(ticked.keys().next().value);
+    if (ticked.size > 2) ticked.delete([...ticked][0]);
     showTicks();
-    compareTicked().catch(() => {});
   });
 
   async function renew() {
-    const answer = await torchlensAsk(location.pathname + location.search);
-    if (!answer.ok) throw new Error(await answer.text());
-    const next = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
-    const focused = document.activeElement?.getAttribute("href");
-    document.querySelector("main").replaceWith(document.adoptNode(next));
-    showTicks();
-    if (focused) document.querySelector(`main a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
+    const query = new URLSearchParams(location.search);
+    for (const each of pins()) if (form) query.append("pin", each);
+    const answer = await torchlensAsk(`${location.pathname}?${query}`, { headers: { accept: "text/html" } });
+    const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+    if (next.title !== document.title) return location.reload();
+    const focused = document.activeElement, key = focused.hasAttribute("href") ? "href" : "value";
+    document.querySelector("main").replaceWith(document.adoptNode(next.querySelector("main")));
+    dress();
+    if (!focused.isConnected) document.querySelector(`main [${key}="${CSS.escape(focused.getAttribute(key) ?? "")}"]`)?.focus({ preventScroll: true });
   }
 
   async function tryToRenew() {
     try {
       await renew();
-    } catch (error) { // The server has ended, or was restarted with another token.
+    } catch (error) { // The server has ended.
       document.querySelector("main .problem")?.remove();
-      const words = Object.assign(document.createElement("p"), { className: "problem", textContent: `This list is old: ${error.message}` });
-      words.setAttribute("role", "status");
+      const words = Object.assign(document.createElement("p"), { className: "problem", role: "status", textContent: `This list is old: ${error.message}` });
       document.querySelector("main").prepend(words);
     }
   }
 
-  function filter() {
+  function search() {
     clearTimeout(typing);
-    const fields = new URLSearchParams(new FormData(form));
-    history.replaceState(history.state, "", `?${fields}`);
+    history.replaceState(history.state, "", `?${new URLSearchParams(new FormData(form))}`);
     tryToRenew();
   }
 
-  form.addEventListener("submit", (event) => { event.preventDefault(); filter(); });
-  form.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(filter, TYPING_MS); });
+  form?.addEventListener("submit", (event) => { event.preventDefault(); search(); });
+  form?.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(search, TYPING_MS); });
 
   async function follow() {
     for (;;) {
@@ -76,5 +84,7 @@
     }
   }
 
+  dress();
+  if (form && pins().length) tryToRenew();
   follow();
 }

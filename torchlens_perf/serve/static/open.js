@@ -2,7 +2,7 @@
 // address, which browsers send to no server. It is kept for this tab in sessionStorage, which belongs to the origin (host
 // and port). Open tabs of the same origin pass it on to new tabs.
 {
-  const HEADER = "torchlens-perf-token", IN_FRAGMENT = /^#token=([\w-]+)/, OTHER_TABS_MS = 500, AGAIN_MS = 2000;
+  const HEADER = "torchlens-perf-token", IN_FRAGMENT = /^#token=([\w-]+)/, OTHER_TABS_MS = 500;
   const root = new URL("..", document.currentScript.src).pathname, key = `torchlens_perf:${root}`;
   const tabs = new BroadcastChannel(key);
   let token = sessionStorage.getItem(key) ?? "";
@@ -92,12 +92,7 @@
       return save(answer, fileName(location.href));
     }
     const text = await answer.text();
-    if (!answer.headers.get("content-type")?.startsWith("text/html")) {
-      say(text);
-      // The disk is slow or the machine is busy.
-      if (answer.status === 503) setTimeout(start, AGAIN_MS);
-      return;
-    }
+    if (!answer.headers.get("content-type")?.startsWith("text/html")) return say(text);
     // open() removes all listeners of this document and its window.
     document.open();
     document.addEventListener("click", onClick);
@@ -106,12 +101,8 @@
     document.close();
   }
 
-  function start() {
-    open().catch((error) => say(`The server does not answer: ${error.message}`));
-  }
-
   window.torchlensAsk = ask;
   takeFromAddress();
   addEventListener("hashchange", () => { if (takeFromAddress()) location.reload(); });
-  start();
+  open().catch((error) => say(`The server does not answer: ${error.message}`));
 }
