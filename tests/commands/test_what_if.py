@@ -71,23 +71,74 @@ def test_largest_class_of_a_healthy_job_is_computing(healthy: Path) -> None:
     assert lost.classes[0].name == "backward"
 
 
-def test_table_has_the_gain_and_the_drift_of_the_replay(
+def test_answer_is_a_sentence_with_the_step_before_and_after(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["what-if", str(run), "rank=3@median", "forward x0.5"]) == 0
+    """The figures are those of the verdict, in one unit."""
+    (verdict,) = (
+        row for row in load_report(RunDirectory(run))["verdicts"] if row.kind == "straggler"
+    )
+    assert main(["what-if", str(run), "rank=3@median"]) == 0
+    sentence, drift = capsys.readouterr().out.splitlines()
+    step_s = verdict.cost_s_per_step / verdict.cost_share
+    assert sentence.startswith(
+        "If rank 3 computed as fast as the median rank, a step would take"
+        f" {1e3 * (step_s - verdict.cost_s_per_step):.0f} ms instead of {1e3 * step_s:.0f} ms:"
+        f" {1e3 * verdict.cost_s_per_step:.1f} ms less ({verdict.cost_share:.0%}; between "
+    )
+    assert drift == "A replay without changes reproduces the recorded steps within 0.0%."
+
+
+@pytest.mark.parametrize(
+    ("changes", "clause"),
+    [
+        (["rank=3@median", "forward x0.5"], "rank 3 computed as fast as the median rank and the forward pass took 50%"),
+        (["rank=all@median"], "each slower rank computed as fast as the median rank,"),
+        (["data=0"], "data loading took no time,"),
+        (["forward x2"], "the forward pass took 200% of its time, a step would take "),
+        (["contention=0", "gc=0"], "waiting for a CPU took no time and garbage collection took no time,"),
+        (["overlap=all"], "communication overlapped with computing as far as it fits,"),
+    ],
+)  # fmt: skip
+def test_changes_are_said_in_words(
+    changes: list[str], clause: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["what-if", str(run), *changes]) == 0
+    assert capsys.readouterr().out.startswith(f"If {clause}")
+
+
+def test_most_valuable_changes_are_a_table_in_the_unit_of_the_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["what-if", str(run)]) == 0
     text = capsys.readouterr().out
-    assert "A mean step takes 2" in text
-    assert "the replay differs from the recorded steps by 0.0%" in text
-    assert "rank=3@median, forward x0.5" in text
+    sentence, title, *_ = text.splitlines()
+    assert sentence.startswith("If ")
+    assert title.strip() == "Predicted gains of changes, ms"
 
 
 def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["what-if", str(run), "faster"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "torchlens-perf: 'faster' is not a change: use one of"
-    )
-    assert main(["what-if", str(run), "module:x=0"]) == 2
-    assert "no timed module matches 'x'" in capsys.readouterr().err
+    for change in ("faster", "section=0", "forwrad x0.5"):
+        assert main(["what-if", str(run), change]) == 2
+        assert capsys.readouterr().err.startswith(
+            f"torchlens-perf: {change!r} is not a change. Changes: rank=3@median, "
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("module:x=0", "has no timed module x. It has "),
+        ("section:x=0", "has no section x. It has none"),
+        ("rank=9@median", "has no rank 9. It has 0-7"),
+        ("bandwidth:x x2", "has no measured transfers x. It has "),
+    ],
+)
+def test_error_on_an_unknown_name_lists_those_of_the_run(
+    change: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["what-if", str(run), change]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_too_few_steps_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,7 +178,7 @@ def test_faster_transfers_shorten_exposed_communication_only() -> None:
     assert predict(times, "bandwidth:dp x2", **facts).gain_s == pytest.approx(0.015)
     assert predict(times, "bandwidth:allreduce x100", **facts).gain_s == pytest.approx(0.02)
     assert predict(times, "overlap=all", **facts).gain_s == pytest.approx(0.02)
-    with pytest.raises(ConfigError, match="no measured transfers of tp"):
+    with pytest.raises(ConfigError, match="no measured transfers tp"):
         predict(times, "bandwidth:tp x2", **facts)
 
 
@@ -320,8 +320,8 @@ def test_gain_is_inside_its_bounds_and_not_above_the_mean_step(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("faster", "is not a change: use one of data=0"),
-        ("dataa=0", "did you mean 'data'"),
+        ("faster", "is not a change. Changes: rank=3@median"),
+        ("dataa=0", "with a PART of data, forward"),
         ("module x0.5", "module"),
         ("bandwidth:dp=0", "cannot become 0"),
         ("rank=7@median", "has no rank 7"),

@@ -12,7 +12,8 @@ import dataclasses
 import fnmatch
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +26,7 @@ from torchlens_perf.diagnosis.lost_time import (
     sum_transfers,
 )
 from torchlens_perf.diagnosis.step_times import StepTimes
-from torchlens_perf.errors import ConfigError, unknown_word_text
+from torchlens_perf.errors import ConfigError
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.run.records import PARTS, PASSES
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -78,8 +79,9 @@ _IRREGULAR = {
     "compilation": ("compilation",),
 }
 _FORMS = (
-    "data=0, forward x0.5, contention=0, saving=0, rank=3@median, rank=all@median,"
-    ' "module:blocks.*.mlp x0.5", section:NAME=0, overlap=all, bubble=0, "bandwidth:GROUP x2"'
+    'rank=3@median, rank=all@median, "module:NAME x0.5", section:NAME=0, overlap=all, bubble=0,'
+    f' "bandwidth:GROUP x2", or PART=0 or "PART x0.5" with a PART of'
+    f" {', '.join((*PARTS, _CONTENTION, *_IRREGULAR))}"
 )
 _AT_MEDIAN = re.compile(r"rank\s*=\s*([\d,/-]+|all)\s*@\s*median")
 _FACTOR = re.compile(r"(.+?)(?:\s*=\s*|\s+x\s*|\s*=\s*x\s*)(\d+(?:\.\d+)?)")
@@ -107,17 +109,20 @@ def parse_change(text: str) -> Change:
     if text in ("overlap=all", "bubble=0"):
         return Change(text, text.partition("=")[0])
     found = _FACTOR.fullmatch(text)
-    if found is None:
-        raise ConfigError(f"{text!r} is not a change: use one of {_FORMS}")
-    subject, _, name = found[1].strip().partition(":")
+    subject, _, name = found[1].strip().partition(":") if found else ("", "", "")
+    known = ("module", "section", "bandwidth") if name else (*PARTS, _CONTENTION, *_IRREGULAR)
+    if found is None or subject not in known:
+        raise ConfigError(f"{text!r} is not a change. Changes: {_FORMS}")
     factor = float(found[2])
-    named = ("module", "section", "bandwidth")
-    known = (*PARTS, _CONTENTION, *_IRREGULAR, *named)
-    if subject not in known or (subject in named) != bool(name):
-        raise ConfigError(f"{text!r}: {unknown_word_text('subject', subject, known)}")
     if subject == "bandwidth" and factor <= 0:
         raise ConfigError(f"{text!r}: a bandwidth cannot become 0")
     return Change(text, subject, name, factor)
+
+
+def _unknown_name_text(change: Change, what: str, known: Iterable[str]) -> str:
+    """Return that the run lacks what a change names, and what the run has."""
+    names = textwrap.shorten(", ".join(dict.fromkeys(known)) or "none", 200, placeholder=" ...")
+    return f"{change.text!r}: the run has no {f'{what} {change.name}'.strip()}. It has {names}"
 
 
 class Replay:
@@ -232,7 +237,15 @@ class Replay:
         transfer_s = sum_transfers(self._facts, rows)
         if transfer_s is None:
             raise ConfigError(
-                f"{change.text!r}: the run has no measured transfers of {change.name or 'all groups'}"
+                _unknown_name_text(
+                    change,
+                    "measured transfers",
+                    (
+                        row[key]
+                        for key in ("group", "operation")
+                        for row in self._facts["collectives"]
+                    ),
+                )
             )
         transfer_ns = 1e9 * transfer_s
         if change.subject == "bubble":
@@ -251,7 +264,11 @@ class Replay:
             elif change.subject == "section":
                 row = next((r for r in self._facts["sections"] if r["name"] == change.name), None)
                 if row is None or row["host_s_per_typical_step"] is None:
-                    raise ConfigError(f"{change.text!r}: the run has no section {change.name!r}")
+                    raise ConfigError(
+                        _unknown_name_text(
+                            change, "section", (each["name"] for each in self._facts["sections"])
+                        )
+                    )
                 part_s = {str(rank): row["host_s_per_typical_step"] for rank in times.ranks}
                 _shorten(cells_ns, "host", times.ranks, part_s, 1 - change.factor)
             elif change.subject == _CONTENTION:
@@ -317,7 +334,7 @@ def _set_to_median(change: Change, times: StepTimes, cells_ns: Floats, segments:
     """Give ranks the median work of their population, where that is less than their own."""
     wanted = times.ranks if change.name == "all" else parse_ranges(change.name)
     if not set(wanted) <= set(times.ranks):
-        raise ConfigError(f"{change.text!r}: the run has no rank {change.name}")
+        raise ConfigError(_unknown_name_text(change, "rank", [format_ranges(times.ranks)]))
     populations, rows = np.array(times.populations), np.arange(cells_ns.shape[1])
     for population in set(times.populations):
         members = np.flatnonzero(populations == population)
@@ -362,7 +379,9 @@ def _find_modules(facts: Facts, change: Change) -> list[Module]:
     """Return the modules of a change. Raise ConfigError without any, or without their times."""
     rows = _match_modules(facts, change.name)
     if not rows:
-        raise ConfigError(f"{change.text!r}: no timed module matches {change.name!r}")
+        raise ConfigError(
+            _unknown_name_text(change, "timed module", (each["name"] for each in facts["modules"]))
+        )
     for row in rows if _is_on_device(facts) else ():
         if row["device_own_s_per_step"] is None:
             raise ConfigError(

@@ -44,17 +44,16 @@ def build_change_table(report: Report) -> Table | None:
     lost = report["lost_time"]
     if lost is None or not lost.changes:
         return None
-    return build_gain_table(lost.changes)
+    return build_gain_table(lost.changes, lost.step_s)
 
 
-def build_gain_table(changes: Sequence[PredictedChange]) -> Table:
-    """Return a table of predicted gains."""
-    unit_of = max((abs(each.gain_s) for each in changes), default=0.0)
+def build_gain_table(changes: Sequence[PredictedChange], step_s: float) -> Table:
+    """Return a table of predicted gains, in the unit of the step."""
     columns = [
         Column("what if", [each.change for each in changes], Quantity.TEXT),
-        Column("gain per step", [each.gain_s for each in changes], unit_of=unit_of),
-        Column("at least", [each.low_s for each in changes], unit_of=unit_of),
-        Column("at most", [each.high_s for each in changes], unit_of=unit_of),
+        Column("gain per step", [each.gain_s for each in changes], unit_of=step_s),
+        Column("at least", [each.low_s for each in changes], unit_of=step_s),
+        Column("at most", [each.high_s for each in changes], unit_of=step_s),
         Column("share of step", [each.share for each in changes], Quantity.CHANGE),
     ]
     return Table("changes", "Predicted gains of changes", columns, noun="change")
