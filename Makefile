@@ -19,17 +19,20 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test pytest test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench bench-peers bench-peers-ready gpu-check clean
 
 demo: $(DEMO)/ready
+	@read -r load _ < /proc/loadavg; test "$${load%.*}" -lt "$$(nproc)" || echo \
+		"This machine is busy: load average $$load on $$(nproc) CPUs. The times below include waits for a CPU."
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		--logs-specs torchlens_perf examples/train_gpt.py
-	@echo; echo "  browser     $(DEMO)/bin/torchlens-perf serve"; echo "  terminal    $(DEMO)/bin/torchlens-perf top"
+	@echo; echo "  Look closer:"; echo "  $(DEMO)/bin/torchlens-perf report   all tables of this run"; \
+		echo "  $(DEMO)/bin/torchlens-perf serve    the same in a browser, at the address that it prints"
 
 # The caller's torch, and with it the GPU, is used if it is one that we support; else the CPU build is installed.
 $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -type f -not -name '*.so' -not -name '*.pyc')
 	$(PYTHON) -m venv $(DEMO)
 	@site=$$($(DEMO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	if $(PYTHON) scripts/usable_torch.py > $$site/caller.pth; then \
-		echo "using torch from $$(cat $$site/caller.pth)"; $(DEMO)/bin/python -m pip install -q ".[serve,top]"; \
-	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install -q $(TORCH) '.[serve,top]'; fi
+		echo "using torch from $$(cat $$site/caller.pth)"; $(DEMO)/bin/python -m pip install ".[all]"; \
+	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install $(TORCH) '.[all]'; fi
 	$(DEMO)/bin/torchlens-perf build-tap
 	touch $@
 
@@ -105,7 +108,7 @@ format: $(TEST)/ready
 $(TEST)/ready: pyproject.toml tests/requirements.txt setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(SDT)
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -q --no-compile -e . -r tests/requirements.txt
+	$(TEST)/bin/python -m pip install --no-compile -e . -r tests/requirements.txt
 	touch $@
 
 # One process writes the bytecode of torch, the tests and all that they import. Else each of the JOBS processes would do so.

@@ -221,7 +221,8 @@ class TestOneCause:
     def test_small_straggler_does_not_hide_a_larger_loss_of_all_ranks(self) -> None:
         """All ranks wait 30 ms for data, and one rank computes 2 ms longer.
 
-        The waits and the slow rank are reported, the waits first.
+        The waits and the slow rank are reported, the waits first. Also the short report has what to do
+        about the rank, because the waits may be due to the machine.
         """
         loops = [
             [{**BASE, "data": 30.0, "backward": 8.0 + more} for _ in range(100)]
@@ -233,6 +234,9 @@ class TestOneCause:
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
 
         assert [row.kind for row in report["verdicts"]] == ["data_bound", "straggler"]
+        short = render_short(report, "x", columns=118, color=False)
+        assert short.count("\n  next ") == 2
+        assert short.index("SLOW RANK") < short.rindex("\n  next ")
 
 
 @pytest.mark.parametrize(

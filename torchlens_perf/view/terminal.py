@@ -23,7 +23,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.verdicts.kinds import BAD, GOOD
+from torchlens_perf.verdicts.kinds import BAD, GOOD, WARNING
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import (
     RUNNING,
@@ -219,7 +219,7 @@ def _other_verdict_lines(
         yield headline_line(each, width)
         yield from _detail_lines(each, width)
     over = [each for each in found if each.is_over]
-    more = f", and {len(over) - 1} more" if len(over) > 1 else ""
+    more = f", and {len(over) - 1} more" * (len(over) > 1)
     yield from (headline_line(each, width, "earlier", more) for each in over[:1])
 
 
