@@ -137,6 +137,7 @@ def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any])
     assert f"{report['quality']['overhead_share']:.2%} of step time" in page.words
     assert "something is not measured" in page.words
     assert "run directory: /runs/one" in page.words
+    assert "Page: torchlens-perf serve /runs/one" in page.words
     assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page.words)
 
 
@@ -144,9 +145,11 @@ def test_pictures_in_a_cell_have_alternative_texts(report: dict[str, Any]) -> No
     """The texts have the report's numbers."""
     (steps, history), (parts, bars) = Page(build_cell(report, "/runs/one")).images
 
-    assert steps.startswith("Step time over steps 8 to ")
+    assert steps.startswith("Step time over steps 0 to 99, ")
+    assert {"step 0", "step 99"} <= set(texts(history))
     assert format_duration(max(report["history"]["median_s"])) in steps
-    assert "step time (median and range of the ranks)" in texts(history)
+    title = "step time (median and range of the ranks); shaded: a rank is slow"
+    assert title in texts(history)
     for rank in report["ranks"]:
         said = parts.partition(f"rank {rank['rank']} ")[2].partition(";")[0]
         assert said.startswith(format_duration(rank["typical"]["s"]))
@@ -287,11 +290,18 @@ def test_chart_lengths_are_proportional_to_the_numbers() -> None:
         "fastest_s": [0.1] * 3,
         "slowest_s": [0.4] * 3,
     }
-    svg, _ = draw_step_chart(history)  # type: ignore[arg-type]
-    (points,) = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
+    svg, _ = draw_step_chart(history, 22, [(8, 16)])  # type: ignore[arg-type]
+    (line,) = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
     (zero,) = re.findall(r'y="([\d.]+)" text-anchor="end">0<', svg)
-    heights = [float(zero) - 4 - float(point.split(",")[1]) for point in points.split()]
-    assert [round(each / heights[0], 1) for each in heights] == [1.0, 2.0, 4.0]
+    points = [tuple(map(float, point.split(","))) for point in line.split()]
+    heights = [float(zero) - 4 - y for _, y in points]
+    assert [round(each / heights[0], 1) for each in heights] == [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    # A window is a level from its first step to its last one, and 22 steps fill the chart.
+    step = (points[-1][0] - points[0][0]) / 22
+    places = [round((x - points[0][0]) / step, 1) for x, _ in points]
+    assert places == [0.0, 8.0, 8.0, 16.0, 16.0, 22.0]
+    ((begin, end),) = re.findall(r'class="s" d="M([\d.]+) \d+H([\d.]+)', svg)
+    assert (float(begin), float(end)) == (points[2][0], points[3][0])
 
 
 def test_ranks_judged_by_devices_are_shown_by_device_times(report: dict[str, Any]) -> None:

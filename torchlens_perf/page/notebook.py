@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import shlex
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
@@ -82,6 +83,7 @@ def build_cell(report: Report, run_dir: str) -> str:
         [tag("p", build_image(svg, says)) for svg, says in _draw_charts(report)],
         _build_numbers_table(report),
         _build_notes(report["quality"]["notes"]),
+        tag("p", "Page: ", tag("code", f"torchlens-perf serve {shlex.quote(run_dir)}")),
         tag("p", tag("small", f"as of {_utc_now_text()}; run directory: {run_dir}")),
     )
     for each in made.iter():
@@ -106,8 +108,17 @@ def _draw_charts(report: Report) -> list[tuple[str, str]]:
     """Return charts of the step times that verdicts use, each with its alternative text."""
     on_device = report["run"]["judged_by"] == DEVICE
     charts = []
+    slow = [
+        (each.held.since_step or 0, each.held.until_step or report["steps"]["made"])
+        for each in report["verdicts"]
+        if each.traits.name == "straggler" and each.held is not None
+    ]
     if report["history"] is not None:
-        charts.append(draw_step_chart(report["history"], " on the device" if on_device else ""))
+        charts.append(
+            draw_step_chart(
+                report["history"], report["steps"]["made"], slow, " on the device" * on_device
+            )
+        )
     title = "a step on the device" if on_device else "typical step"
     several = report["run"]["world_size"] > 1
     bars = draw_parts_chart(

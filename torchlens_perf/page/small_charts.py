@@ -16,7 +16,7 @@ from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.page.sections.bars import describe_parts, draw_stacked_bar, draw_swatch
 from torchlens_perf.view.markup import Element, raw_element, tag
 from torchlens_perf.view.specs import Bar
-from torchlens_perf.view.theme import FASTER, PARTS
+from torchlens_perf.view.theme import PARTS, SLOWER
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import StepHistory
@@ -29,8 +29,7 @@ _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
 _LETTER_PX = 6.2
 _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#777777}.t{font-weight:600}.g{stroke:#77777755}"
-    f".l{{fill:none;stroke:{FASTER.light};stroke-width:1.6}}"
-    f".b{{fill:{FASTER.light};fill-opacity:.3}}"
+    f".l{{fill:none;stroke:#777777;stroke-width:1.6}}.b{{fill:#80808055}}.s{{fill:{SLOWER.light};fill-opacity:.15}}"
     + "".join(f".part-{key}{{fill:{part.color.light}}}" for key, part in PARTS.items())
 )
 
@@ -41,21 +40,26 @@ def build_image(svg: str, says: str) -> Element:
     return tag("img", alt=says, src=f"data:image/svg+xml;base64,{data}", style="max-width: 100%")
 
 
-def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
+def draw_step_chart(
+    history: StepHistory, made: int, slow: Sequence[tuple[int, int]] = (), where: str = ""
+) -> tuple[str, str]:
     """Return an SVG chart of step time over the run, and its alternative text.
 
-    The chart shows the median and the range of the ranks. where: text after "step time", such as "
-    on the device".
+    The chart shows the median and the range of the ranks in each window as a level, so that a jump is
+    drawn as a jump. made: number of steps of the run. slow: first steps of shaded ranges, in which a
+    rank is slow, and first steps after them. where: text after "step time", such as " on the device".
     """
     steps = history["first_steps"]
     median_s = history["median_s"]
     fastest_s = history["fastest_s"]
     slowest_s = history["slowest_s"]
-    last = steps[-1] + history["width"] - 1
+    # Only the warm-up has no times.
+    first = steps[0] if steps[0] > history["width"] else 0
+    last = min(made, steps[-1] + history["width"]) - 1
     several = any(high > low for high, low in zip(slowest_s, fastest_s, strict=True))
     title = f"step time{where}"
     says = (
-        f"{title.capitalize()} over steps {steps[0]} to {last}, in windows of {history['width']} steps."
+        f"{title.capitalize()} over steps {first} to {last}, in windows of {history['width']} steps."
         f" The median step takes {format_duration(min(median_s))} to {format_duration(max(median_s))}."
     )
     if several:
@@ -64,15 +68,28 @@ def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
         )
     top_s = max(slowest_s) * 1.08
     width, height = WIDTH - _LEFT - _RIGHT, _TOP + _PLOT_HEIGHT + _BOTTOM
-    first, span = steps[0], max(1, steps[-1] + history["width"] - steps[0])
+
+    def place(step: int) -> float:
+        return _LEFT + width * (min(max(step, first), last + 1) - first) / max(1, last + 1 - first)
 
     def trace(seconds: Sequence[float]) -> list[str]:
-        places = [_LEFT + width * (step + history["width"] / 2 - first) / span for step in steps]
         heights = [_TOP + _PLOT_HEIGHT * (1 - each / top_s) for each in seconds]
-        return [f"{x:.1f},{y:.1f}" for x, y in zip(places, heights, strict=True)]
+        return [
+            f"{place(at):.1f},{y:.1f}"
+            for step, y in zip(steps, heights, strict=True)
+            for at in (step, step + history["width"])
+        ]
 
-    range_words = " (median and range of the ranks)" if several else ""
-    parts = [_svg_text(8, 15, title + range_words, "t")]
+    range_words = " (median and range of the ranks)" * several
+    slow_words = "; shaded: a rank is slow" * bool(slow)
+    shades = [
+        f"M{place(begin):.1f} {_TOP}H{place(end):.1f}v{_PLOT_HEIGHT}H{place(begin):.1f}z"
+        for begin, end in slow
+    ]
+    parts = [
+        _svg_text(8, 15, f"{title}{range_words}{slow_words}", "t"),
+        tag("path", class_="s", d="".join(shades)),
+    ]
     for share in (0.0, 0.5, 1.0):
         y, label = _TOP + _PLOT_HEIGHT * (1 - share), format_duration(top_s * share)
         parts.append(tag("path", class_="g", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"))
@@ -80,11 +97,7 @@ def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     if several:
         outline = trace(slowest_s) + trace(fastest_s)[::-1]
         parts.append(tag("polygon", class_="b", points=" ".join(outline)))
-    points = trace(median_s)
-    if len(points) == 1:
-        across, down = points[0].split(",")
-        parts.append(tag("circle", cx=across, cy=down, r="2.5", fill=FASTER.light))
-    parts.append(tag("polyline", class_="l", points=" ".join(points)))
+    parts.append(tag("polyline", class_="l", points=" ".join(trace(median_s))))
     parts.append(_svg_text(_LEFT, height - 6, f"step {first}"))
     parts.append(_svg_text(WIDTH - _RIGHT, height - 6, f"step {last}", anchor="end"))
     return _svg_document(height, parts), says

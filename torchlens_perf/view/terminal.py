@@ -23,7 +23,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.verdicts.kinds import BAD, GOOD, WARNING
+from torchlens_perf.verdicts.kinds import BAD, GOOD
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import (
     RUNNING,
