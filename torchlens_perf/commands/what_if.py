@@ -133,9 +133,9 @@ def _describe_gain(asked: list[Change], found: PredictedChange, mean_s: float) -
     step_s = found.gain_s / found.share if found.share else mean_s
     steps = Column("step", [step_s, step_s - found.gain_s], unit_of=step_s)
     sign, less = (1, "less") if found.gain_s >= 0 else (-1, "more")
-    bounds = sorted((sign * found.low_s, sign * found.high_s))
-    gains = Column("gain", [sign * found.gain_s, *bounds], unit_of=step_s)
-    (now, after), (gain, low, high) = steps.texts(), gains.texts()
+    gains = Column("gain", [sign * found.gain_s], unit_of=step_s)
+    bounds = Column("bounds", sorted((sign * found.low_s, sign * found.high_s)), unit_of=step_s)
+    now, after, gain, low, high = (text for each in (steps, gains, bounds) for text in each.texts())
     return (
         f"If {' and '.join(clauses)}, a step would take {after} {steps.unit} instead of {now}"
         f" {steps.unit}: {gain} {steps.unit} {less} ({format_percent(sign * found.share)}; between {low} and"
