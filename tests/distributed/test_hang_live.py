@@ -26,9 +26,9 @@ NOTICED_S = 15.0
 STARTED_S = 90.0
 
 
-def hang(report: dict[str, Any]) -> dict[str, Any] | None:
+def hang(report: dict[str, Any], kind: str = "hang") -> dict[str, Any] | None:
     """Return the verdict of a hang, or None."""
-    return next((verdict for verdict in report["verdicts"] if verdict["kind"] == "hang"), None)
+    return next((verdict for verdict in report["verdicts"] if verdict["kind"] == kind), None)
 
 
 def steps(least: int) -> Callable[[dict[str, Any]], bool]:
@@ -64,7 +64,7 @@ def test_stopped_rank_is_named_until_it_continues(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         made = max(rank["steps"] for rank in job.report()["ranks"])
         job.wait_for(lambda report: hang(report) is None and steps(made + 20)(report), STARTED_S)
-        after = job.wait_for(lambda report: report["verdicts"][-1], STARTED_S)
+        after = job.wait_for(lambda report: hang(report, "hang_ended"), STARTED_S)
 
     assert found["rank"] == 1
     assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("stopped", [1])
@@ -116,8 +116,10 @@ def test_missing_barrier_is_shown_with_the_calls_of_both_ranks(tmp_path: Path) -
         found = job.wait_for(hang, STARTED_S * slowdown())
 
     assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("mismatch", [])
-    assert f"Rank 0 called barrier (at train_ranks.py:{barrier}), " in found["text"]
-    assert f"rank 1 called allreduce (at train_ranks.py:{backward}) as" in found["text"]
+    assert "Rank 0 called barrier, rank 1 called allreduce as" in found["text"]
+    first, second = found["evidence"]["places"]
+    assert f"rank 0: barrier, train_ranks.py:{barrier} in " in first
+    assert f"rank 1: allreduce, inside backward, train_ranks.py:{backward} in " in second
     assert "the calls differ." in found["text"]
     assert found["action"].startswith("let all ranks call the same operations")
     assert "network" not in found["text"]

@@ -37,6 +37,7 @@ from torchlens_perf.view.headline import (
     build_headlines,
     choose_headline,
     describe_status,
+    fact_text,
 )
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank, slowest_ranks
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, sanitize_line
@@ -370,8 +371,9 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
     if _is_located(head):
-        places[1:1] = [_with_others(head.short_cost, head)] if head.cost else []
-        text = f"{', '.join(places)}{more}"
+        # The other ranks are last, because a narrow terminal cuts the line.
+        others = (fact_text(*fact) for fact in head.facts if fact[0] == "together with")
+        text = ", ".join(filter(None, (*places[:1], head.short_cost, *places[1:], *others))) + more
     else:
         text = f"{head.sentence}{more}"
         if len(text) > width - 2 - _LABEL:

@@ -29,7 +29,7 @@ def test_first_screen_contains_verdict_and_heat_map(tab_of: TabOf, wide_file: Pa
     bottoms = [
         tab.page.locator(selector).bounding_box()["y"]
         + tab.page.locator(selector).bounding_box()["height"]
-        for selector in ("#figures", "#verdict-1", "#heat .chart")
+        for selector in ("#verdict-1", "#figures", "#heat .chart")
     ]
 
     assert bottoms == sorted(bottoms)
