@@ -255,6 +255,7 @@ class BackwardHook:
         def timed_backward(*args: Any, **kwargs: Any) -> Any:
             if recorder.closed or tracing() is not None:
                 return run_backward(*args, **kwargs)
+            begun_ns = recorder.now_ns() - recorder.tool_ns
             if not thread.note_work(Work.BACKWARD):
                 return backward_on_other_thread(*args, **kwargs)
             outermost, flags = not recorder.backwards, _EXCEPTION
@@ -264,6 +265,7 @@ class BackwardHook:
                 self.loop.on_backward_begin()
             elif not self._recompute.running:
                 self.loop.on_nested_backward()
+            recorder.add_overhead(recorder.now_ns() - recorder.tool_ns - begun_ns)
             recorder.begin(_BACKWARD, name_id)
             try:
                 # On a single rank, the tail's begin is only needed as the end of modules' backward

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.batch_size import BatchSize
 from torchlens_perf.hooks.loader_workers import LoaderWorkersHook
+from torchlens_perf.hooks.loop.passed_optimizers import create_reference
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import native_hook
@@ -49,10 +50,8 @@ class DataHook:
             flags = 0
             try:
                 batch = next_batch(self)
-            except StopIteration:
-                raise
-            except BaseException:
-                flags = _EXCEPTION
+            except BaseException as error:
+                flags = 0 if isinstance(error, StopIteration) else _EXCEPTION
                 raise
             finally:
                 recorder.end(_DATA, data, flags)
@@ -72,7 +71,7 @@ class DataHook:
         def note_loader(iterator: Any) -> None:
             note = hook._note_loader
             if note is not None:
-                hook._workers.choose_loader(iterator)
+                hook._workers.get_sampler = create_reference(iterator._index_sampler)
                 hook._note_loader = note if note(iterator) else None
 
         @guard("size of a batch")

@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.loop.passed_optimizers import create_reference
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 
@@ -69,17 +68,12 @@ class LoaderWorkersHook:
     name = "loader workers"
 
     def __init__(self) -> None:
-        # A loader has a sampler of its own, by which its iterators are known.
-        self._sampler: Callable[[], Any] = lambda: None
+        self.get_sampler: Callable[[], Any] = lambda: None
+        """Returns the sampler of the loader whose starts are counted. Each loader has its own."""
         self._iterator: weakref.ref[Any] | None = None
         self._before: tuple[list[int], int, int] = ([], 0, 0)
         self._published_ns = 0
         self._times: _WorkerTimes | None = None
-
-    @guard("the sampler of a DataLoader")
-    def choose_loader(self, iterator: Any) -> None:
-        """Count starts of workers of this iterator's loader from now on."""
-        self._sampler = create_reference(iterator._index_sampler)
 
     def note_batch(self, iterator: Any) -> None:
         """Keep a weak reference to the iterator of the first batch since the last reading."""
@@ -124,7 +118,7 @@ class LoaderWorkersHook:
             return
         timed.close()
         known = session.facts.training.loader
-        if known is not None and loader._index_sampler is self._sampler():
+        if known is not None and loader._index_sampler is self.get_sampler():
             restarts, restart_ns = known.restarts + 1, known.restart_ns + duration_ns
             now = dataclasses.replace(known, restarts=restarts, restart_ns=restart_ns)
             with session.step.charged():

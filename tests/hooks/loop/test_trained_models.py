@@ -398,3 +398,27 @@ def test_time_of_finding_models_is_in_the_overhead(
 
     assert len(searched) == 1
     assert tool_s >= slow_s
+
+
+@pytest.mark.parametrize("name", ["note_work", "is_current"])
+def test_time_of_hooks_before_and_after_their_spans_is_in_the_overhead(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_s, calls, method = 0.01, [], getattr(TrainingThread, name)
+
+    def slow(self: TrainingThread, *arguments: Any) -> Any:
+        calls.append(time.sleep(slow_s))
+        return method(self, *arguments)
+
+    monkeypatch.setattr(TrainingThread, name, slow)
+    with recorded(tmp_path) as recording:
+        for _ in range(2):
+            model = network()
+            (optimizer,) = optimizers(model)
+            for _ in range(3):
+                train(model, optimizer)
+        tool_s = recording.watch._session.recorder.tool_ns / 1e9
+        made = len(calls)
+
+    assert made >= 4
+    assert tool_s >= made * slow_s

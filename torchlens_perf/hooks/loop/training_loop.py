@@ -68,10 +68,11 @@ class _GradientSample:
         self.passes = 0  # Number of backward passes whose gradients are summed.
 
     def _read_gradient_version(self) -> tuple[int, int, int]:
-        group, position = self.place
-        # The optimizer is gone, or it has other parameters now.
-        with suppress(AttributeError, KeyError, IndexError, TypeError):
-            return read_gradient_version(self.optimizer().param_groups[group]["params"][position])
+        (group, position), optimizer = self.place, self.optimizer()
+        # An exception that is suppressed costs as much as all else in a hook.
+        if optimizer is not None:
+            with suppress(AttributeError, KeyError, IndexError, TypeError):  # It has changed.
+                return read_gradient_version(optimizer.param_groups[group]["params"][position])
         return NO_GRADIENT
 
     def compare_gradient(self, *, ended: bool) -> None:
@@ -249,13 +250,14 @@ class TrainingLoop:
         self._take_over()  # The next step of an optimizer looks for trained models.
 
     def on_optimizer_created(self, optimizer: Optimizer) -> None:
-        if not self._session.recorder.closed:
-            address = id(optimizer)
+        if not self._recorder.closed:
+            begun_ns, address = self._recorder.now_ns(), id(optimizer)
             self._made[address] = (
                 # No Python code, in which a signal handler could run: what it raised would be lost.
                 weakref.ref(optimizer, functools.partial(self._made.pop, address)),
                 self._recorder.optimizer_steps,
             )
+            self._recorder.add_overhead(self._recorder.now_ns() - begun_ns)
 
     def on_optimizer_step(
         self, optimizer: Optimizer, *, skipped: bool = False, calls: int = 1
@@ -562,9 +564,9 @@ class TrainingLoop:
             return False
         if not is_new:
             return id(optimizer) in self._trained_alone
-        model, is_newest = reference(), called_at == self._recorder.optimizer_steps - 1
-        parameters = module_tree.parameters(model) if model is not None and is_newest else ()
-        return any(id(each) in stepped for each in parameters)
+        model = reference() if called_at == self._recorder.optimizer_steps - 1 else None
+        newest = () if model is None else module_tree.parameters(model)
+        return not stepped.isdisjoint(map(id, newest))
 
     def _begin_training(self, stepping: Optimizer, ending: _SteppedOptimizer | None) -> None:
         """Note that steps from this one on train other models, as in a search over settings.
