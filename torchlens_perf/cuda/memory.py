@@ -65,7 +65,7 @@ class AllocatorReader:
             return
         import torch
 
-        recorder.memory_bytes = 0  # 0 means unknown, and remains if the reading fails.
+        session.step.set_memory(0)  # 0 means unknown, and remains if the reading fails.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         limit = torch.cuda.get_device_properties(self._device).total_memory
         limit = int(limit * torch.cuda.get_per_process_memory_fraction(self._device))
@@ -76,7 +76,7 @@ class AllocatorReader:
                 _MEMORY, session.intern(name), begin_ns, took_ns, 0, value0, value1
             )
             if name == "allocated":
-                recorder.memory_bytes = value1
+                session.step.set_memory(value1)
         self._not_before_ns = begin_ns + _MIN_IDLE_RATIO * took_ns
 
     def _is_device_readable(self) -> bool:

@@ -45,9 +45,9 @@ class MemoryHook:
 
         def read_resident() -> None:
             # 0 means unknown, and remains if the reading fails.
-            session.recorder.memory_bytes = 0
+            session.step.set_memory(0)
             resident = int(read_kernel_bytes("/proc/self/statm").split()[1])
-            session.recorder.memory_bytes = resident * page_bytes
+            session.step.set_memory(resident * page_bytes)
 
         with session.run_throttled(self.name, read_resident):  # Reading /proc takes 15 us.
             yield

@@ -217,7 +217,7 @@ class JobGeneration:
             self._remote[progress.rank] = _RemoteRank(progress, now_s - age_s)
         ranks = values["rank"].tolist()
         for index, rank in enumerate(ranks):
-            if not self.detector.has_rows(rank):
+            if rank not in self.detector.ranks_with_rows:
                 self.detector.set_placement(
                     rank, summary.unpack_placement(values[index], hosts[index], locations[index])
                 )

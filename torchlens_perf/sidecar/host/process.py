@@ -106,7 +106,12 @@ class HostMetrics:
                 found[pid] = process.newest
                 waits |= process.newest.get("cpu_wait_share", 0.0) >= _MIN_CPU_WAIT_SHARE
         if self._samples_neighbours and self._neighbours.take_sample(now_s):
-            job = self._cpus_of_job()
+            # The CPUs that this node's ranks and their data loader workers may use, by pid.
+            job = {
+                pid: each.cpus
+                for each in self._processes.values()
+                for pid in (each.pid, *each.children)
+            }
             for pid, signals in found.items():
                 signals["neighbour_share"] = self._neighbours.busy_share(
                     self._processes[pid].cpus, job
@@ -142,14 +147,6 @@ class HostMetrics:
         return group.path if group is not None else ""
 
     # -- parts
-
-    def _cpus_of_job(self) -> dict[int, set[int]]:
-        """Return the CPUs that this node's ranks and their data loader workers may use, by pid."""
-        return {
-            pid: each.cpus
-            for each in self._processes.values()
-            for pid in (each.pid, *each.children)
-        }
 
     def _sample_process(self, process: _SampledProcess, gc_ns: int, now_s: float) -> None:
         if process.group is None or now_s - process.group_s > _GROUP_PERIOD_S:

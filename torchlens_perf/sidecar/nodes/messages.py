@@ -231,19 +231,19 @@ class Inbox:
         self.refused = 0
         """Number of calls without this job's token."""
         self._own_node = own_node
-        self._senders: dict[str, _SenderRecord] = {}
+        self.senders: dict[str, _SenderRecord] = {}
 
     def add_sender(self, sender: str, node: str, now_s: float) -> None:
         """Add a sender that has connected, unless it is already known."""
-        if sender not in self._senders:
-            self._senders[sender] = _SenderRecord(node, now_s, now_s)
+        if sender not in self.senders:
+            self.senders[sender] = _SenderRecord(node, now_s, now_s)
 
     def receive_report(self, name: str, data: bytes, now_s: float) -> None:
         """Add the posts of a known sender's report. Duplicate posts are ignored.
 
         Raises ValueError for an invalid report, and counts it as unreadable.
         """
-        sender = self._senders[name]
+        sender = self.senders[name]
         sender.last_report_s, sender.left = now_s, False
         try:
             report = decode_report(data)
@@ -260,7 +260,7 @@ class Inbox:
         """Return the posts since the last call, and the contacts with all nodes."""
         posts: list[ReceivedPost] = []
         contacts: dict[str, NodeContact] = {}
-        for sender in self._senders.values():
+        for sender in self.senders.values():
             for post in sender.unread:
                 post.age_s = max(0.0, now_s + post.age_s)
             posts += sender.unread
@@ -276,20 +276,13 @@ class Inbox:
     def link_reports(self) -> list[bytes]:
         """Return the newest link report of each other node."""
         return list(
-            {
-                sender.node: sender.links for sender in self._senders.values() if sender.links
-            }.values()
+            {sender.node: sender.links for sender in self.senders.values() if sender.links}.values()
         )
-
-    @property
-    def sender_count(self) -> int:
-        """Number of sidecar processes of other nodes that have connected so far."""
-        return len(self._senders)
 
     def count_unreadable_reports(self) -> dict[str, int]:
         """Return the number of unreadable reports, by node."""
         return {
-            sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable
+            sender.node: sender.unreadable for sender in self.senders.values() if sender.unreadable
         }
 
     def find_duplicate_names(self) -> list[str]:
@@ -299,10 +292,11 @@ class Inbox:
         """
         newest: dict[str, _SenderRecord] = {}
         found = set()
-        for sender in self._senders.values():
+        for sender in self.senders.values():
             before = newest.get(sender.node)
-            is_taken = before is not None and before.last_report_s > sender.joined_s
-            if is_taken or sender.node == self._own_node:
+            if sender.node == self._own_node or (
+                before is not None and before.last_report_s > sender.joined_s
+            ):
                 found.add(sender.node)
             newest[sender.node] = sender
         return sorted(found)

@@ -69,7 +69,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 task.cancel()
         error = self._rendezvous.publish_address(self.address)
         with self._lock:
-            has_senders = self._inbox.sender_count
+            has_senders = bool(self._inbox.senders)
         # The error does not matter if other nodes have found this node in another way.
         if error and not has_senders:
             raise ConnectionError(error)

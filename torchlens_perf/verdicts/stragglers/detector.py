@@ -82,7 +82,8 @@ class StragglerDetector:
         self._earlier = EarlierEpisodes(earlier)
         self._populations: dict[str, Population] = {}
         self._binners: dict[int, StepBinner] = {}
-        self._has_rows: set[int] = set()
+        self.ranks_with_rows: set[int] = set()
+        """Ranks of which rows have arrived, after which their placement is final."""
         self._changed = False
 
     def add_steps(
@@ -105,7 +106,7 @@ class StragglerDetector:
     def add_bin_batch(self, population: str, block: BinBatch) -> None:
         """Add rows of several ranks. Call set_placement() for these ranks first."""
         self._populations.setdefault(population, Population()).add_rows(block)
-        self._has_rows.update(block.ranks.tolist())
+        self.ranks_with_rows.update(block.ranks.tolist())
         self._changed = True
 
     def end_rank(self, rank: int) -> BinBatch | None:
@@ -131,16 +132,12 @@ class StragglerDetector:
         """Return the newest rows of each population, see Population.read_newest_rows()."""
         return [each.read_newest_rows(most) for each in self._populations.values()]
 
-    def has_rows(self, rank: int) -> bool:
-        """Return True if rows of a rank have arrived, after which its placement is final."""
-        return rank in self._has_rows
-
     def set_placement(self, rank: int, place: Placement) -> None:
         """Set a rank's placement, unless rows of the rank have already arrived.
 
         The rank's model and process groups become known in the first steps.
         """
-        if rank not in self._has_rows:
+        if rank not in self.ranks_with_rows:
             self.places[rank] = place
 
     def _judge_populations(self, *, final: bool) -> Findings:
