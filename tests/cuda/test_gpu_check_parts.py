@@ -113,9 +113,9 @@ def test_loop_fails_if_recording_takes_more_than_half_a_percent() -> None:
         (0.99, "host_bound", "The GPU waits for its host in 5% of a step.", FAIL),
         (0.99, "device_bound", "The GPU computes in 99% of a step.", PASS),
         (0.04, "host_bound", "The GPU waits for its host in 90% of a step's work (17.7 ms).", PASS),
-        (0.26, "data_bound", "Waiting for data takes 68% (66.2 ms) of a step.", PASS),
+        (0.26, "data_bound", "Data loading takes 68% (66.2 ms) of a step.", PASS),
         (0.04, "balanced", "computing 97% (20 ms) of a step.", FAIL),
-        (0.60, "data_bound", "Waiting for data takes 68% (66.2 ms) of a step.", FAIL),
+        (0.60, "data_bound", "Data loading takes 68% (66.2 ms) of a step.", FAIL),
     ],
 )
 def test_busy_fails_if_the_first_sentence_contradicts_kineto(

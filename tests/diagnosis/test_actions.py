@@ -383,7 +383,7 @@ def test_verdict_gets_a_precise_action_and_the_figures_behind_it() -> None:
     choose_actions(job)
 
     assert verdicts[0].sentence == "It is so. Next: start more workers: DataLoader(num_workers=3)."
-    assert verdicts[0].because.startswith("2 DataLoader workers cannot keep up: waiting for data")
+    assert verdicts[0].because.startswith("2 DataLoader workers cannot keep up: data loading")
     assert [each.action for each in verdicts[1:]] == ["wait.", "wait."]
     assert [each.because for each in verdicts[1:]] == ["", ""]
 

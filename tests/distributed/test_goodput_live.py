@@ -61,7 +61,7 @@ def test_lost_steps_are_exact_by_the_optimizer_counter(
 def test_planted_times_are_measured_within_a_tenth(
     failed: tuple[dict[str, Any], list[dict[str, float]], float],
 ) -> None:
-    """The truth is the job's own clock. Lost steps have their share of waiting for data."""
+    """The truth is the job's own clock. Lost steps have their share of data loading."""
     report, (first, second), _ = failed
     found = seconds(report)
     kept = 1 - LOST / FAIL

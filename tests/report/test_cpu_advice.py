@@ -210,7 +210,7 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
     )
     texts = [row.sentence for row in checked(build_report("r", [state]))["verdicts"]]
 
-    assert texts[0].startswith("Waiting for a CPU takes ")
+    assert texts[0].startswith("CPU contention takes ")
     assert "Cause: none found (checked: garbage collection, waits for a disk). " in texts[1]
 
 

@@ -399,7 +399,7 @@ def test_verdict_on_an_idle_device_has_the_host_code_that_it_waits_for(run: RunD
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict.kind == "data_bound"
     assert verdict.sentence.startswith(
-        "Waiting for data takes 47% (30.0 ms) of a step on the GPU (64.0 ms); computing 50% (32.0"
+        "Data loading takes 47% (30.0 ms) of a step on the GPU (64.0 ms); computing 50% (32.0"
         " ms). Next: see what takes the time of a batch"
     )
 

@@ -165,7 +165,7 @@ def test_bottleneck_of_a_part_of_the_run_is_reported() -> None:
 
     assert (
         row.sentence
-        == "Waiting for data took 57% (20.0 ms) of a step of 35.0 ms from step 64 to 127; in the"
+        == "Data loading took 57% (20.0 ms) of a step of 35.0 ms from step 64 to 127; in the"
         " rest of the run, 1.00 ms."
     )
     assert (row.held.since_step, row.held.until_step) == (64, 128)
@@ -181,7 +181,7 @@ def test_bottleneck_of_the_newest_steps_is_reported() -> None:
     found = rows(node([slow_data(320, 400, 400)] * 2))
 
     assert found["data_bound"].sentence.startswith(
-        "Since step 320, waiting for data takes 57% (20.0 ms) of a step of 35.0 ms; before, 1.00"
+        "Since step 320, data loading takes 57% (20.0 ms) of a step of 35.0 ms; before, 1.00"
         " ms. Next: see what takes the time of a batch"
     )
     assert found["data_bound"].held.until_step is None
@@ -198,7 +198,7 @@ def test_cpu_contention_in_a_part_of_the_run_is_reported() -> None:
     row = rows(node([starved] * 2))["lack_of_cpu_ended"]
 
     assert row.sentence.startswith(
-        "Waiting for a CPU took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; "
+        "CPU contention took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; "
     )
 
 
@@ -274,7 +274,7 @@ def test_bottleneck_of_the_run_is_current_although_its_last_windows_are_faster()
     """Another program has ended shortly before the run. Three windows are no part of the run."""
     row = rows(node([slow_data(0, 376, 400)] * 2))["data_bound"]
 
-    assert row.sentence.startswith("Waiting for data takes 57% (20.0 ms) of a typical step")
+    assert row.sentence.startswith("Data loading takes 57% (20.0 ms) of a typical step")
     assert not row.is_over
 
 
@@ -287,7 +287,7 @@ def test_bottleneck_of_the_run_is_current_if_nothing_else_limits_the_newest_step
     ]
     row = rows(node([loop] * 2))["data_bound"]
 
-    assert row.sentence.startswith("Waiting for data takes 38% (4.39 ms) of a typical step")
+    assert row.sentence.startswith("Data loading takes 38% (4.39 ms) of a typical step")
     assert not row.is_over
     assert row.held is None
 

@@ -164,7 +164,7 @@ def test_section_around_phases_counts_only_its_host_code(run: RunDirectory) -> N
         loop.end_step()
     report = report_on(run, loop)
 
-    assert first(report).startswith("Waiting for data takes 71% (30.0 ms)")
+    assert first(report).startswith("Data loading takes 71% (30.0 ms)")
     assert report["sections"][0]["host_s_per_typical_step"] == pytest.approx(0.002, rel=0.05)
 
 

@@ -9,7 +9,7 @@ classes apply, the first of these rules decides:
    belongs to compilation, then evaluation, then passes without gradients, then saving.
    `torch.save` in an evaluating step is saving. Untagged passes without gradients may be rollouts of
    reinforcement learning.
-4. The rest of a step is divided by its parts: waiting for data, waiting in communication, and
+4. The rest of a step is divided by its parts: data loading, comm wait, and
    productive time, which includes host code.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CLASSES = {
     "productive": "productive",
     "startup": "start-up and compilation",
-    "data_stall": "waiting for data",
+    "data_stall": "data loading",
     "straggler": "slow ranks",
     "communication": "exposed communication",
     "checkpoint": "checkpoints",

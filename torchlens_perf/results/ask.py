@@ -56,14 +56,11 @@ class Results(NamedTuple):
     """Reason why results are missing; "" if results are available."""
 
 
-def missing_results(why: str) -> Results:
-    """Return Results that contain only the reason why results are missing."""
-    return _show_message(f"torchlens_perf: {printable(why)}", why)
-
-
-def _show_message(line: str, why: str) -> Results:
+def missing_results(why: str, line: str = "") -> Results:
+    """Return Results that contain only the reason why results are missing. line: how it is shown."""
     import html
 
+    line = line or f"torchlens_perf: {printable(why)}"
     return Results(line, f"<div>{html.escape(line)}</div>", {}, why)
 
 
@@ -73,7 +70,7 @@ def parse_results(text: str) -> Results:
         value = json.loads(text)
         return Results(value["text"], value["html"], value["summary"], "")
     except ours(ValueError, KeyError, TypeError):
-        return _show_message(printable(text.strip()), text.strip())
+        return missing_results(text.strip(), printable(text.strip()))
 
 
 def request_results(recorded: RunHandle) -> Results:

@@ -47,7 +47,7 @@ class Period(Struct, frozen=True, kw_only=True):
 
 
 class NamedUse(Struct, frozen=True):
-    """A use of a step's time that a sentence names, such as waiting for data."""
+    """A use of a step's time that a sentence names, such as data loading."""
 
     kind: str
     """A kind of verdicts, such as "data_bound"."""
@@ -222,11 +222,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """The finding and the action to take, as one text."""
         return f"{self.text}{_NEXT}{self.action}" if self.action else self.text
-
-    @property
-    def first_sentence(self) -> str:
-        """The measurement in its first sentence."""
-        return next(iter(self.evidence.explain(self) or self.evidence.describe(self)), "")
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -161,7 +161,9 @@ def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
         loss=_describe_loss(row, report),
         paid_once_s=row.lost_s if row.evidence.paid_once_of else None,
         whole=row.evidence.paid_once_of or _describe_step(row),
-        first_sentence=printable(row.first_sentence),
+        first_sentence=printable(
+            next(iter(row.evidence.explain(row) or row.evidence.describe(row)), "")
+        ),
     )
 
 

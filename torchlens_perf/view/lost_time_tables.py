@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MIN_SHARE = 0.005
 """Smaller classes are left out."""
 _NAMES = {
-    "data": "waiting for data",
+    "data": "data loading",
     "communication": "exposed communication",
     "imbalance": "imbalance of computing",
 }

@@ -97,7 +97,7 @@ def test_growth_is_found_behind_waits_for_a_cpu_that_vary(seed: int) -> None:
     )["verdicts"]
     (growth,) = [each for each in found if each.kind == "growing_steps"]
 
-    assert "without waiting for a CPU" in growth.text
+    assert "without CPU contention" in growth.text
     assert growth.evidence.first_third_s < 0.06
     assert 0.08 < growth.evidence.last_third_s < 0.13
     assert 0.02 < growth.cost_s_per_step < 0.06

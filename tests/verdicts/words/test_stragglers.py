@@ -188,7 +188,7 @@ def test_sentence_on_a_rank_slow_since_the_start_has_no_step_and_no_unknown_host
             "logging, checkpoints, .item(), garbage",
             "slow_host",
         ),
-        ("cpu", "in waiting for a CPU:", "what else runs on rank 3's CPUs", "slow_host"),
+        ("cpu", "in CPU contention:", "what else runs on rank 3's CPUs", "slow_host"),
     ],
 )
 def test_phase_determines_words_class_and_action(

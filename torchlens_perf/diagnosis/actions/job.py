@@ -94,7 +94,7 @@ class Job:
         return sum(each.share for each in self.lost.classes if each.name in names)
 
     def describe(self, what: str, *names: str) -> str:
-        """Return a clause such as "waiting for data takes 12 ms (23%) of a step"."""
+        """Return a clause such as "data loading takes 12 ms (23%) of a step"."""
         return self.describe_seconds(what, self.seconds(*names), self.share(*names))
 
     def describe_seconds(self, what: str, seconds: float, share: float | None = None) -> str:

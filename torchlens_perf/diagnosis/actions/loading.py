@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.training_settings import LoaderSettings
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
-_WAITING = "waiting for data takes"
+_WAITING = "data loading takes"
 # The training thread takes a batch of a worker out of a pipe: 1.0 to 1.4 ms of CPU time on a CPU.
 _HANDOVER_S = 0.001
 

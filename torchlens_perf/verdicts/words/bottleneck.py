@@ -57,7 +57,12 @@ from torchlens_perf.verdicts.words.evidence import (
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code, find_largest_gap
 from torchlens_perf.verdicts.words.long_steps import build_long_verdict, find_stalling_rank
 from torchlens_perf.verdicts.words.modules import computing_action
-from torchlens_perf.verdicts.words.phases import format_phases, format_share, phase_name
+from torchlens_perf.verdicts.words.phases import (
+    format_phases,
+    format_share,
+    phase_name,
+    within_sentence,
+)
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import DeviceTimes, Facts, TypicalStep
@@ -100,9 +105,7 @@ class StepEvidence(Evidence, frozen=True, kw_only=True):
 
     def join(self, found: str, others: Sequence[NamedUse], step_s: float) -> list[str]:
         """Return the sentences on the limit, with the other uses of a step."""
-        also = [
-            f"{each.what[0].lower()}{each.what[1:]} {_format_use(each, step_s)}" for each in others
-        ]
+        also = [f"{within_sentence(each.what)} {_format_use(each, step_s)}" for each in others]
         place = "" if self.gap is None else self.gap.text
         return [f"{'; '.join([found, *also])}.", place]
 
@@ -171,7 +174,7 @@ class ContentionEvidence(Evidence, frozen=True, kw_only=True, tag="contention"):
     def describe(self, verdict: Verdict) -> list[str]:
         part, most_s = next(iter(self.lack_by_part_s.items()))
         return [
-            f"Waiting for a CPU takes {format_share(self.lack_s, self.typical_step_s)} of a typical"
+            f"CPU contention takes {format_share(self.lack_s, self.typical_step_s)} of a typical"
             f" step of {format_duration(self.typical_step_s)}: {format_percent(most_s / self.lack_s)}"
             f" of it in {phase_name(part)}."
         ]
@@ -186,7 +189,7 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
 
     def describe(self, verdict: Verdict) -> list[str]:
         return [
-            f"Waiting for a CPU takes {format_percent(self.sampled)} of the time, according to"
+            f"CPU contention takes {format_percent(self.sampled)} of the time, according to"
             " one-second samples.",
             "Its place in the step was not measured.",
         ]
@@ -217,7 +220,7 @@ def _name_uses(*uses: TimeShare) -> tuple[NamedUse, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TimeShare:
-    """One use of a step's time, such as waiting for data. Seconds are means over the ranks."""
+    """One use of a step's time, such as data loading. Seconds are means over the ranks."""
 
     kind: str
     phase: str
@@ -334,10 +337,9 @@ def break_down_step(
 def _add_lack(use: TimeShare, account: TimeAccount, parts: Sequence[str]) -> TimeShare:
     """Return the use, whose time has waits for a CPU, with these waits."""
     lack_s = account.sum_ns(parts, [CPU]) / 1e9
-    if use.kind != "data_bound" or lack_s < _WORTH_NAMING * use.seconds:
-        return dataclasses.replace(use, lack_s=lack_s)
     # A thread that needs a CPU does not only wait for data, and workers would need CPUs, too.
-    return dataclasses.replace(use, lack_s=lack_s, what="Data loading", action=_CHEAPER_LOADING)
+    is_starved = use.kind == "data_bound" and lack_s >= _WORTH_NAMING * use.seconds
+    return dataclasses.replace(use, lack_s=lack_s, action=_CHEAPER_LOADING if is_starved else "")
 
 
 def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
@@ -471,7 +473,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
     ]
     if sampled is not None and sampled >= _SOME_LACK and not _is_lack_measured(report):
         notes.append(
-            "These figures include waiting for a CPU, which was not measured per step: one-second"
+            "These figures include CPU contention, which was not measured per step: one-second"
             f" samples show {format_percent(sampled)} of the time."
         )
     waits, is_measured = everything.separate_waits, _is_lack_measured(report)
@@ -496,12 +498,11 @@ def _describe_passes(report: Facts, step_s: float) -> str:
     passes_s, calls = _sum_passes(report)
     if passes_s < _LONG_WORTH_NAMING * step_s:
         return ""
-    each, what = calls / report["steps"]["micro_steps"], ": a reference, teacher or EMA network"
-    if each >= _MANY_PASSES:
-        what = f", {each:.0f} for each backward pass: generation"
+    each, few = calls / report["steps"]["micro_steps"], ": a reference, teacher or EMA network"
+    many = f", {each:.0f} for each backward pass: generation"
     return (
-        f"Forward {PASSES} take {format_share(passes_s, step_s)} of the step{what}, sampling or an"
-        " evaluation."
+        f"Forward {PASSES} take {format_share(passes_s, step_s)} of the step"
+        f"{many if each >= _MANY_PASSES else few}, sampling or an evaluation."
     )
 
 
@@ -662,10 +663,12 @@ def _describe_starved_part(found: StepBreakdown) -> str:
     part = max(parts_s, key=lambda part: parts_s[part])
     if parts_s[part] < _WASTE_FIRST * found.step_s:
         return ""
-    name, waits = phase_name(part), format_percent(found.lack_by_part_s[part] / parts_s[part])
-    takes = format_share(parts_s[part], found.step_s)
-    if part == "forward" and found.passes_s >= _MOST * parts_s[part]:
-        name += ", mostly without gradients,"
+    is_generation = part == "forward" and found.passes_s >= _MOST * parts_s[part]
+    name = f"{phase_name(part)}{', mostly without gradients,' * is_generation}"
+    waits, takes = (
+        format_percent(found.lack_by_part_s[part] / parts_s[part]),
+        format_share(parts_s[part], found.step_s),
+    )
     return (
         f"{name[0].upper()}{name[1:]} takes {takes} of the step, of which {waits} waited for a CPU."
     )
@@ -741,12 +744,10 @@ _CHEAPER_LOADING = (
     "make loading cheaper: cache its results, decode less, or move work out of the loader. The CPUs"
     " are busy, so more workers would also wait for them."
 )
-_LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", "cpu")
+_LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "CPU contention", "cpu")
 _WAITS = (
-    TimeShare("data_bound", "data", 0.0, "Waiting for data", "data"),
-    TimeShare(
-        "communication_bound", "communication", 0.0, "Waiting in communication", "communication"
-    ),
+    TimeShare("data_bound", "data", 0.0, "Data loading", "data"),
+    TimeShare("communication_bound", "communication", 0.0, "Comm wait", "communication"),
     TimeShare("host_bound", "host", 0.0, "Host code", "host"),
 )
 _FOR_RANKS = TimeShare(

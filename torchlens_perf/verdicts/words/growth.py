@@ -30,7 +30,7 @@ class GrowthEvidence(Evidence, frozen=True, tag="growing_steps"):
 
     def describe(self, verdict: Verdict) -> list[str]:
         first, last = format_duration(self.first_third_s), format_duration(self.last_third_s)
-        without = ", without waiting for a CPU," * self.waits_for_cpu
+        without = ", without CPU contention," * self.waits_for_cpu
         return [
             f"The step time of the whole job{without} grew by {format_percent(self.change)} over the"
             f" run: {first} in the first third, {last} in the last."

@@ -23,9 +23,9 @@ _MAX_NUMBERS = 4
 _SHARED_PARTS = (*COMPUTE, "host", "")
 _WHERE = {
     "": "the graph is not timed by phase",
-    "communication": "waiting in communication",
-    "tool": "this tool",
-    LACK_OF_CPU: "waiting for a CPU",
+    "communication": "comm wait",
+    "tool": "torchlens_perf",
+    LACK_OF_CPU: "CPU contention",
 }
 
 

@@ -20,6 +20,7 @@ from torchlens_perf.verdicts.verdict import (
 )
 from torchlens_perf.verdicts.words.bottleneck import TimeShare, action_against
 from torchlens_perf.verdicts.words.evidence import LIMITS, PastEvidence
+from torchlens_perf.verdicts.words.phases import within_sentence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
@@ -34,7 +35,7 @@ class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
     kinds = (*LIMITS, *map(past_kind, NOT_COMPUTING_KINDS))
     step_s: float
     spent_s: float
-    """Time of the limit in this part of the run, such as waiting for data."""
+    """Time of the limit in this part of the run, such as data loading."""
     what: str
     """The limit in words."""
     rest_s: float
@@ -56,7 +57,7 @@ class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
         if held.until_step is not None:
             when = format_step_range(held.since_step, held.until_step)
             return [f"{self.what} took {takes} {when}; in the rest of the run, {rest}."]
-        what = self.what[0].lower() + self.what[1:]
+        what = within_sentence(self.what)
         return [f"Since step {held.since_step}, {what} takes {takes}; before, {rest}."]
 
 

@@ -19,11 +19,16 @@ def phase_name(phase: str) -> str:
         "optimizer": "the optimizer",
         "host": "host code",
         "compute": "computing, both forward and backward",
-        "cpu": "waiting for a CPU",
-        "communication": "waiting in communication",
-        "tool": "this tool",
+        "cpu": "CPU contention",
+        "communication": "comm wait",
+        "tool": "torchlens_perf",
         "gap": "the gaps between the phases, in which its device waits for its host",
     }[phase]
+
+
+def within_sentence(name: str) -> str:
+    """Return a name that begins a sentence as it is inside of one: "data loading", "CPU contention"."""
+    return name if name[1].isupper() else name[0].lower() + name[1:]
 
 
 def format_phases(parts_s: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ _WORTH_NAMING = 0.25
 _COMPILES_MUCH = 0.25
 """The advice is about torch.compile if it takes at least this share of the startup."""
 _WAITS_MUCH = 0.25
-"""The advice is about CPUs if waiting for a CPU takes at least this share of the startup."""
+"""The advice is about CPUs if CPU contention takes at least this share of the startup."""
 
 
 class StartupEvidence(Evidence, frozen=True, tag="startup"):
