@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 
 from torchlens_perf.interruption import suppress
-from torchlens_perf.run import ownership
 from torchlens_perf.run.processes import process_start_ticks
 
 SEVERAL_NODES = "--several-nodes"
@@ -43,6 +42,9 @@ def read_status(path: str) -> tuple[int, int, str]:
 
     path: path of the lock file. Raise OSError if the file cannot be read.
     """
+    # A waiting sidecar only writes its status, and must import few modules.
+    from torchlens_perf.run import ownership
+
     try:
         line = ownership.read_regular_file(path, BYTES)
     except FileNotFoundError:
