@@ -65,7 +65,7 @@ def refer(model: Network, reference: Network) -> torch.Tensor:
 def test_passes_without_gradients_are_named(program: Any, expected: str, tmp_path: Path) -> None:
     model, reference = Network(), Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with perf.watch(dir=str(tmp_path), report="quiet") as w:
+    with perf.watch(dir=str(tmp_path), report="text") as w:
         for _ in range(STEPS):
             batch = program(model, reference)
             model(batch).square().mean().backward()
