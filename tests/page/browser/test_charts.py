@@ -494,7 +494,7 @@ def test_every_chart_is_exported_as_png_and_csv(
     tab = tab_of(wide_file).open()
     tab.show_all()
     figures = tab.page.locator("main figure")
-    assert figures.count() == 8
+    assert figures.count() == 7
     for figure in figures.all()[part]:
         figure.scroll_into_view_if_needed()
         tab.settle()
