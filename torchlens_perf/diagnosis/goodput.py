@@ -16,12 +16,14 @@ classes apply, the first of these rules decides:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
 from torchlens_perf.analysis.statistics.step_mix import (
     MEASURED,
+    Bin,
+    StepMix,
     duration_quantile_ns,
     mean_duration_ns,
     sum_time,
@@ -29,14 +31,11 @@ from torchlens_perf.analysis.statistics.step_mix import (
 from torchlens_perf.diagnosis.lost_time import join_shared_costs
 from torchlens_perf.run.records import PASSES
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.report_goodput import Goodput, JobAttempt, TimeClass
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report_hardware import Gpu
+from torchlens_perf.verdicts.words.report_hardware import Gpu
 
 CLASSES = {
     "productive": "productive",

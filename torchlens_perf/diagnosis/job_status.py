@@ -5,7 +5,7 @@ They are computed from the state of one node, without a report.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchlens_perf.diagnosis.facts.collective_rows import collective_rows
 from torchlens_perf.diagnosis.facts.module_rows import section_rows
@@ -16,15 +16,13 @@ from torchlens_perf.diagnosis.goodput import build_goodput, find_losses
 from torchlens_perf.diagnosis.lost_time import begin_of_present, classify_time, join_classes
 from torchlens_perf.diagnosis.step_times import read_judged_rows
 from torchlens_perf.verdicts.latest_attempt import latest_collective_joins
+from torchlens_perf.verdicts.node_state import NodeState
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
+from torchlens_perf.verdicts.words.report import StepFacts
 from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.stragglers import measure_slow_ranks
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.node_state import NodeState
-    from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report import StepFacts
 
 
 class JobStatus(NamedTuple):

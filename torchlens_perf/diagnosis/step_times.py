@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount
 from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
-from torchlens_perf.verdicts.stragglers.placement import STAGES
+from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Floats = npt.NDArray[np.float64]
 
-    from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
-    from torchlens_perf.verdicts.stragglers.placement import Placement
-
-    Floats = npt.NDArray[np.float64]
 
 USES = (*OWN_PARTS, CPU, "tool", "communication")
 """Uses of a step's time, which add up to the step. The own parts exclude measured waits for a CPU.

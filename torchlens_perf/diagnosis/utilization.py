@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchlens_perf.analysis.statistics.operators import OperatorStatistics, OperatorSum
 from torchlens_perf.diagnosis.device_peaks import find_device_peak
@@ -18,15 +18,13 @@ from torchlens_perf.run.operators import Pass, Work
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+from torchlens_perf.verdicts.words.report import Module
 from torchlens_perf.verdicts.words.report_utilization import (
     ModuleUtilization,
     RankUtilization,
     UncountedOperator,
     Utilization,
 )
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Module
 
 CONVENTION = (
     "Attention is counted in full, as in PaLM: 12 x layers x hidden size x sequence length per"

@@ -8,16 +8,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
 from torchlens_perf.run.verdicts import ENDED, STARTED, Alert
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.stragglers import SlowRankContext
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,29 +6,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.robust import fast_median
+from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.analysis.statistics.time_account import TimeAccount
 from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import find_imbalance
+from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
+from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
 from torchlens_perf.verdicts.words.bottleneck import StepBreakdown, break_down_step
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+WindowMask = npt.NDArray[np.bool_]
+"""Shape [columns]."""
 
-    from torchlens_perf.analysis.statistics.run_windows import RunWindows
-    from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.stragglers.placement import Placement
-
-    WindowMask = npt.NDArray[np.bool_]
-    """Shape [columns]."""
 
 _IN_GAP = np.isin(PARTS, ("data", "host"))
 # A condition still holds if it is absent in at most this many windows at the end of the run.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.slow_link import (
     LinkFindings,
     build_link_statistics,
     find_slow_links,
 )
 from torchlens_perf.analysis.collectives.statistics import merge_operations
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.collectives.join import CollectiveJoin
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 
 def latest_processes(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:

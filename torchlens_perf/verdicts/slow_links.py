@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_duration, printable
+from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.rank import RankStatistics
 
 
 class SlowLinkEvidence(Evidence, frozen=True, tag="slow_link"):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from msgspec import Struct, field
 from msgspec.structs import force_setattr
 
+from torchlens_perf.run.failure import Failure
 from torchlens_perf.verdicts.kinds import KINDS, OTHER, VerdictKind
+from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.failure import Failure
-    from torchlens_perf.verdicts.long_steps import LongSteps
 
 WORTH_A_LINE = 0.05
 """An ended hang is still listed with current verdicts if it took at least this share of all step time,

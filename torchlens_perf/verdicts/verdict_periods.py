@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import structs
@@ -18,23 +17,19 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.step_mix import STOPPED
 from torchlens_perf.run.records import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
+from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
+from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart, WindowMask
 from torchlens_perf.verdicts.kinds import NOT_COMPUTING_KINDS, past_kind
+from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.verdict import (
     Period,
     RunLength,
     Verdict,
 )
 from torchlens_perf.verdicts.words import past
-from torchlens_perf.verdicts.words.bottleneck import named_kinds, without_wait
+from torchlens_perf.verdicts.words.bottleneck import StepBreakdown, named_kinds, without_wait
 from torchlens_perf.verdicts.words.hang import build_ended_hang_verdict
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
-    from torchlens_perf.verdicts.judged_windows import WindowMask
-    from torchlens_perf.verdicts.long_steps import LongSteps
-    from torchlens_perf.verdicts.words.bottleneck import StepBreakdown
-    from torchlens_perf.verdicts.words.report import Facts
+from torchlens_perf.verdicts.words.report import Facts
 
 # A limit of a part of the run has a verdict if the part has at least this many windows, and if the
 # limit takes at least this many times as long as in the rest of the run.

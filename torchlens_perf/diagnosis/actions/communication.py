@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, capitalize, rule
 from torchlens_perf.diagnosis.lost_time import sum_transfers
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.training_settings import DdpSettings
+from torchlens_perf.run.training_settings import DdpSettings
 
 _DDP = (
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
     format_count,
@@ -11,9 +9,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence
+from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence
 
 _OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"

@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_percent,
 )
+from torchlens_perf.diagnosis.what_if import Replay
 from torchlens_perf.run.training_settings import TrainingSettings
-from torchlens_perf.verdicts.words.device_pace import find_host_pace
-
-if TYPE_CHECKING:
-    from torchlens_perf.diagnosis.what_if import Replay
-    from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence
-    from torchlens_perf.verdicts.words.report import LostTime, Report
+from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence, find_host_pace
+from torchlens_perf.verdicts.words.report import LostTime, Report
 
 # The share of a step that ranks wait for CPUs, from which no CPU is spare.
 _MUCH_CONTENTION = 0.25

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
+from torchlens_perf.run.training_settings import LoaderSettings
 from torchlens_perf.verdicts.words.report import mean_per_step
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.training_settings import LoaderSettings
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
 _WAITING = "data loading takes"

@@ -6,18 +6,16 @@ gets that action, with the figures of the run that justify it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.diagnosis.actions import communication, computing, host, loading
+from torchlens_perf.diagnosis.actions.job import Job, Rule
 from torchlens_perf.diagnosis.what_if import MAX_DRIFT, MODEL_ERROR, parse_change
 from torchlens_perf.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torchlens_perf.diagnosis.actions.job import Job, Rule
-    from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.verdict import Verdict
 
 COMPUTING = "computing"
 _LAUNCHES = (computing.use_cuda_graphs, computing.enlarge_micro_batch)

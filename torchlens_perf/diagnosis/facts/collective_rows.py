@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.channel import JoinCounts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
@@ -22,10 +21,8 @@ from torchlens_perf.analysis.collectives.statistics import (
 )
 from torchlens_perf.diagnosis.facts.distribution import summarize_sketch
 from torchlens_perf.run.rank_ranges import format_ranges
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.words.report import Collective, LastArrivals
+from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.words.report import Collective, LastArrivals
 
 _DEVIATIONS = 3.0
 """Standard deviations above the expected count at which a rank is last to arrive too often."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.step_mix import classify_steps, sum_time
 from torchlens_perf.diagnosis.facts.distribution import summarize_sketch
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import DeviceSection, DeviceTimes
+from torchlens_perf.verdicts.words.report import DeviceSection, DeviceTimes
 
 # Reasons for missing device marks, by the names of the counters in cuda/device_times.py.
 _NOT_TIMED = {

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.run.sketch import Sketch
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Distribution
+from torchlens_perf.verdicts.words.report import Distribution
 
 
 def summarize_sketch(sketch: Sketch) -> Distribution:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
 from torchlens_perf.verdicts.node_state import ProcessState
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Rank
-    from torchlens_perf.verdicts.words.report_memory import DeviceMemory, Memory, Retries
+from torchlens_perf.verdicts.words.report import Rank
+from torchlens_perf.verdicts.words.report_memory import DeviceMemory, Memory, Retries
 
 _LAST_STEPS = 1000
 """Number of last steps whose allocator retries are reported."""

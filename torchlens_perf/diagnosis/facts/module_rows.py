@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.diagnosis.facts.distribution import summarize_sketch
 from torchlens_perf.diagnosis.facts.module_times import (
     ModuleTime,
@@ -13,9 +11,7 @@ from torchlens_perf.diagnosis.facts.module_times import (
 from torchlens_perf.diagnosis.facts.step_classes import build_typical_step
 from torchlens_perf.run.sketch import Sketch, merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import DeviceModuleTime, Module, Section
+from torchlens_perf.verdicts.words.report import DeviceModuleTime, Module, Section
 
 
 def module_rows(processes: dict[int, ProcessState]) -> list[Module]:

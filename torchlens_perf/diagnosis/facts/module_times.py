@@ -8,17 +8,14 @@ samples: modules whose names differ only in numbers, and whose FLOPs are equal.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
+from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.run.operators import Pass
 from torchlens_perf.run.records import PASSES
 from torchlens_perf.run.sketch import PER_OCTAVE, Sketch, merge_sketches
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torchlens_perf.analysis.statistics.rank import RankStatistics
-    from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.node_state import ProcessState
 
 MIN_SAMPLES = 5
 """The median of 5 samples lies between the smallest and the largest with a probability of 94 %."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.diagnosis.facts.device_times import build_device_times
 from torchlens_perf.diagnosis.facts.distribution import summarize_sketch
 from torchlens_perf.diagnosis.facts.memory_rows import memory_row
@@ -13,10 +11,8 @@ from torchlens_perf.diagnosis.facts.step_classes import (
     build_typical_step,
     other_thread_times,
 )
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.words.report import CpuUse, LastArrivals, Rank
+from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.words.report import CpuUse, LastArrivals, Rank
 
 
 def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None = None) -> Rank:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.diagnosis.facts.collective_rows import collective_rows
 from torchlens_perf.diagnosis.facts.module_rows import module_rows
 from torchlens_perf.verdicts.latest_attempt import latest_collective_joins, latest_processes
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import UNDECIDED
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, compute_last_arrival_shares
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 
 def build_slow_rank_context(nodes: Sequence[NodeState]) -> SlowRankContext:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_steps, sum_time
 from torchlens_perf.analysis.statistics.time_account import CELLS, CPU
 from torchlens_perf.diagnosis.facts.waited_for import MAX_STEPS, AwaitedRankFinder
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.verdicts.long_steps import join_long_steps
+from torchlens_perf.verdicts.long_steps import LongSteps, join_long_steps
 from torchlens_perf.verdicts.node_state import ProcessState
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.long_steps import LongSteps
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.words.report import (
-        OwnStepTime,
-        Phase,
-        StepAccount,
-        StepClasses,
-        TypicalStep,
-    )
+from torchlens_perf.verdicts.stragglers.findings import Findings
+from torchlens_perf.verdicts.words.report import (
+    OwnStepTime,
+    Phase,
+    StepAccount,
+    StepClasses,
+    TypicalStep,
+)
 
 
 def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> StepClasses:

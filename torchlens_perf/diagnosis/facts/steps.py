@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.diagnosis.facts.distribution import summarize_sketch
@@ -14,13 +13,11 @@ from torchlens_perf.diagnosis.facts.step_classes import (
 )
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import merge_sketches
+from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.verdict import RunLength
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.words.report import Steps
+from torchlens_perf.verdicts.words.report import Steps
 
 
 def build_steps(processes: dict[int, ProcessState], findings: Findings) -> Steps:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchlens_perf.verdicts.latest_attempt import latest_processes
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState, Training
+from torchlens_perf.verdicts.stragglers.findings import Findings
 
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState, Training
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-
-    Processes = dict[int, ProcessState]
+Processes = dict[int, ProcessState]
 
 
 def list_trainings(processes: Mapping[int, ProcessState]) -> Sequence[Training]:

@@ -5,16 +5,13 @@ step. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix, TypicalStep, classify_steps
 from torchlens_perf.analysis.statistics.time_account import CPU
 from torchlens_perf.run.records import PARTS
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 _WAITS = ("communication", "backward")
 """Parts in which a rank waits for others.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.page.contents import MatrixColumns, TimeSeries
+from torchlens_perf.page.gather.step_grid import StepGrid
 from torchlens_perf.page.gather.thinning import json_size_bytes
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.hardware_samples import GPUS, LINK_ERRORS, LINKS, PROCESSES
 from torchlens_perf.store.reader import (
     ParquetFolder,
@@ -17,15 +20,10 @@ from torchlens_perf.store.reader import (
     make_error_collector,
     to_floats,
 )
+from torchlens_perf.verdicts.node_state import ProcessState
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Floats = npt.NDArray[np.float64]
 
-    from torchlens_perf.page.gather.step_grid import StepGrid
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.node_state import ProcessState
-
-    Floats = npt.NDArray[np.float64]
 
 NO_CPU_TITLE = "CPU contention (runnable but not scheduled)"
 # Series with more points are averaged over intervals.

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.semantics import (
     CollectiveName,
     ends_after_all_started,
     parse_collective_name,
 )
+from torchlens_perf.run.rank_facts import ProcessGroup
 from torchlens_perf.run.ring import Flag, Kind
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.run.rank_facts import ProcessGroup
-    from torchlens_perf.store.segments import ProcessRecords
+from torchlens_perf.store.segments import ProcessRecords
 
 # The lower 32 bits of a collective record's value1 are its sequence number.
 SEQUENCE_MASK = 0xFFFFFFFF

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import math
-from typing import TYPE_CHECKING
 
 from torchlens_perf.diagnosis.goodput import with_price
 from torchlens_perf.page.contents import (
@@ -35,17 +34,15 @@ from torchlens_perf.page.gather.thinning import json_size_bytes, trim_report, wi
 from torchlens_perf.page.gather.whole_steps import read_whole_steps
 from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import load_report_and_states
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.segments import find_kept_step_range
 from torchlens_perf.verdicts.latest_attempt import latest_processes
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.version import VERSION
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.tables import build_tables
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-    from torchlens_perf.verdicts.words.report import Report
 
 # A page with this much data, static charts and the chart library is smaller than 3 MB.
 DEFAULT_BUDGET_BYTES = 1_200_000

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowPeriod
+from torchlens_perf.page.gather.step_grid import StepGrid
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.words.report import Rank, Report
 from torchlens_perf.view.rank_tables import compute_s
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.page.gather.step_grid import StepGrid
-    from torchlens_perf.verdicts.words.report import Rank, Report
 
 MAX_STEPS = 64
 # In larger jobs, the page shows slow ranks, ranks that wait for them, and typical ranks.

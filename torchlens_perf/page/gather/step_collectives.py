@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import (
@@ -18,12 +20,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     split_wait_and_transfer,
 )
 from torchlens_perf.page.contents import JoinedCollective
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from torchlens_perf.page.gather.node_clocks import RankRecords
+from torchlens_perf.page.gather.node_clocks import RankRecords
 
 
 def join_collectives_by_step(

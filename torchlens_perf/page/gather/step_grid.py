@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.run.records import PARTS
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Steps = Mapping[str, Integers]
+"""Steps of any ranks, in any order, as columns of equal length with the names in step files.
 
-    Integers = npt.NDArray[np.int64]
-    Floats = npt.NDArray[np.float64]
-    Steps = Mapping[str, Integers]
-    """Steps of any ranks, in any order, as columns of equal length with the names in step files.
+`row` is the index of the rank's row in the grid, `start_ns` the time since the start of the
+run's first step, and `ready_ns` is -1 where it was not measured.
+"""
 
-    `row` is the index of the rank's row in the grid, `start_ns` the time since the start of the
-    run's first step, and `ready_ns` is -1 where it was not measured.
-    """
 
 MAX_COLUMNS = 4096
 # A cell is a rank in a column.

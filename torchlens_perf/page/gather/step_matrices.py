@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
@@ -15,23 +16,20 @@ from torchlens_perf.page.gather.step_grid import (
     HOST_CLOCK,
     QUANTILES,
     StepGrid,
+    Steps,
 )
 from torchlens_perf.page.matrix import encode_durations
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
+from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Floats = npt.NDArray[np.float64]
 
-    from torchlens_perf.page.gather.step_grid import Steps
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-
-    Floats = npt.NDArray[np.float64]
 
 MAX_MEMORY_COLUMNS = 256
 _COLUMNS = (

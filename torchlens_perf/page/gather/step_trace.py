@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.page.contents import RankTrace, SpanRow
 from torchlens_perf.page.gather.node_clocks import SEQUENCE_MASK
 from torchlens_perf.run.ring import Flag, Kind, kind_name
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.store.segments import ProcessRecords
+from torchlens_perf.store.segments import ProcessRecords
 
 HOST, DEVICE = "host", "device"
 LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")

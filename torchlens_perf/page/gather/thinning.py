@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from torchlens_perf.page.gather.step_grid import StepGrid
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.rank_tables import compute_s
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.gather.step_grid import StepGrid
-    from torchlens_perf.verdicts.words.report import Report
 
 _MAX_MODULES = 64
 _FEWEST_RANKS = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,14 +11,12 @@ from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.step_trace import build_rank_trace, find_step_end
 from torchlens_perf.page.gather.thinning import json_size_bytes as size_of
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.segments import SPANS, ProcessRecords, read_records
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.node_state import ProcessState
 
 # Collectives of hidden ranks are read too, unless the span files are larger than this. These
 # collectives show which rank arrived last.

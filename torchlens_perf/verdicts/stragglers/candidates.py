@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
 from torchlens_perf.verdicts.stragglers.episodes import Episode, measure_episode, possible_gain_ns
@@ -20,11 +21,7 @@ from torchlens_perf.verdicts.stragglers.excess import (
     persistence_threshold,
     subtract_workload_effect,
 )
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.verdicts.stragglers.window import SlidingWindow
+from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
 # Smallest number of rows in which an excess makes a rank slow.
 MIN_ROWS = 12

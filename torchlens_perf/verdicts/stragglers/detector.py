@@ -26,21 +26,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, BinBatch, StepBinner
+from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.location import describe_location
+from torchlens_perf.run.rank_facts import ProcessGroup
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
+from torchlens_perf.run.records import StepTable
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, group_slow
 from torchlens_perf.verdicts.stragglers.population import JudgedRows, Population
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.rank_facts import ProcessGroup
-    from torchlens_perf.run.records import StepTable
 
 _NOT_DIMENSIONS = ("", "undefined", "default_pg")
 

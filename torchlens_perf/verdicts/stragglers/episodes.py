@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.excess import CLIP, estimate_noise, limit_stalls
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from torchlens_perf.verdicts.stragglers.window import SlidingWindow
+from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
 _COMPUTE = ("forward", "backward")
 # Forward and backward count as equally slow if the ratio of their relative excesses is below this.

@@ -25,9 +25,10 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, unpack_row
 from torchlens_perf.run.device.step_parts import StepPart
@@ -41,13 +42,8 @@ from torchlens_perf.verdicts.stragglers.candidates import (
     MIN_SHARE,
 )
 from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost, phase_of_excess
-from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.findings import Findings
+from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement
 
 MIN_WINDOWS, QUIET_WINDOWS = 3, 2
 # The phase of an episode in which the rank's device waits for its host.

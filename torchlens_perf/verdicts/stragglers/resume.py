@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS
+from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.excess import detection_threshold, persistence_threshold
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.merged_windows import remove_window_findings
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.episodes import Episode
-    from torchlens_perf.verdicts.stragglers.findings import Findings
 
 # Number of rows after which any earlier episode can be ended. The detector needs this many rows to
 # detect lack of a CPU.

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
+from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.analysis.statistics.run_windows import RunWindows
-    from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.placement import Placement
 
 
 def compute_window_excess(
