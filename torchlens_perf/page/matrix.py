@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import base64
 import zlib
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.page.contents import EncodedMatrix
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 SMALLEST_S = 1e-9
 # The relative error is at most 0.2 %, less than the noise of step times. A coarse scale compresses

@@ -11,17 +11,20 @@ import dataclasses
 import datetime
 import json
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.errors import printable
 from torchlens_perf.page.sections.section import ranks_in_verdicts
 from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw_step_chart
 from torchlens_perf.report.run_report import load_report
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Summary, Verdict
+from torchlens_perf.verdicts import verdict
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
-from torchlens_perf.view.headline import build_headlines, choose_headline
+from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
 from torchlens_perf.view.html import build_details, build_verdict_line
 from torchlens_perf.view.markup import Element, tag, to_html
 from torchlens_perf.view.rank_tables import parts_by_rank
@@ -29,14 +32,6 @@ from torchlens_perf.view.specs import sanitize_line
 from torchlens_perf.view.step_words import describe_overhead, describe_steps
 from torchlens_perf.view.terminal import render_full
 from torchlens_perf.view.theme import SEVERITIES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts import verdict
-    from torchlens_perf.verdicts.words.report import Report
-    from torchlens_perf.view.headline import Headline
 
 MAX_BYTES = 64 << 10
 """Largest size of the HTML.

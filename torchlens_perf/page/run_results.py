@@ -6,15 +6,11 @@ Imports are inside of the functions, because most of a sidecar's life needs none
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from torchlens_perf.run import ownership
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import deliver_text
-from torchlens_perf.run.rank_facts import decode_path
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.run.rank_facts import RankFacts
+from torchlens_perf.run.rank_facts import RankFacts, decode_path
 
 
 def write_report(run: RunDirectory, facts: RankFacts) -> None:

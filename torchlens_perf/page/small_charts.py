@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.page.sections.bars import describe_parts, draw_stacked_bar, draw_swatch
+from torchlens_perf.verdicts.words.report import StepHistory
 from torchlens_perf.view.markup import Element, raw_element, tag
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS, SLOWER
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import StepHistory
 
 WIDTH = 620
 MAX_BARS = 8

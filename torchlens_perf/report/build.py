@@ -10,13 +10,12 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import structs
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
-from torchlens_perf.analysis.statistics.run_windows import align_windows
+from torchlens_perf.analysis.statistics.run_windows import RunWindows, align_windows
 from torchlens_perf.analysis.statistics.trend import (
     MIN_VALUES,
     find_changes,
@@ -69,24 +68,21 @@ from torchlens_perf.verdicts.words import run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.device_pace import replays_graphs
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
+from torchlens_perf.verdicts.words.report import (
+    Capture,
+    Facts,
+    Quality,
+    Report,
+    Run,
+    Startup,
+    Training,
+    Trend,
+)
 from torchlens_perf.verdicts.words.run_state import (
     build_uneven_steps_verdicts,
     is_explained_by_uneven_steps,
 )
 from torchlens_perf.verdicts.words.stragglers import measure_slow_ranks
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.run_windows import RunWindows
-    from torchlens_perf.verdicts.words.report import (
-        Capture,
-        Facts,
-        Quality,
-        Report,
-        Run,
-        Startup,
-        Training,
-        Trend,
-    )
 
 SCHEMA = 4
 EVIDENCE = [leaf for each in Evidence.__subclasses__() for leaf in each.__subclasses__() or [each]]

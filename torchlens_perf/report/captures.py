@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import printable
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.directory import RunDirectory
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Capture
+from torchlens_perf.verdicts.words.report import Capture
 
 
 def capture_rows(run: RunDirectory, unusable: list[str] | None = None) -> list[Capture]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.run.hardware_samples import GPUS, LINK_ERRORS, select_quantities
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
+from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
 
 
 def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list[Gpu]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
+from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES, RunWindows
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.run_windows import RunWindows
-    from torchlens_perf.verdicts.words.report import Heat
+from torchlens_perf.verdicts.words.report import Heat
 
 
 def build_heat_map(

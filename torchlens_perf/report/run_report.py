@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.build import build_report
 from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchlens_perf.verdicts.node_state import NodeState
-    from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.node_state import NodeState
+from torchlens_perf.verdicts.words.report import Report
 
 
 def load_report(run: RunDirectory, *, lost_time: bool = True) -> Report:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.rank import Windows
 from torchlens_perf.analysis.statistics.run_windows import choose_grid, column_means
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.rank import Windows
-    from torchlens_perf.verdicts.words.report import StepHistory
+from torchlens_perf.verdicts.words.report import StepHistory
 
 
 def build_step_history(windows: Mapping[int, Windows]) -> StepHistory | None:

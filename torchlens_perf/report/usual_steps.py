@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import align_windows
@@ -22,23 +22,19 @@ from torchlens_perf.diagnosis.step_times import (
     are_pipelined,
 )
 from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
 from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.words.device_pace import replays_graphs
-from torchlens_perf.verdicts.words.report import LostTime
+from torchlens_perf.verdicts.words.report import Facts, LostTime, Report
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Floats = npt.NDArray[np.float64]
 
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-    from torchlens_perf.verdicts.words.report import Facts, Report
-
-    Floats = npt.NDArray[np.float64]
 
 _MOST_STEPS = 1024
 _MOST_RANK_STEPS = 1 << 18

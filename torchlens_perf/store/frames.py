@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import pyarrow as pa
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.output import sidecar_logger as logger
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import (
     ParquetFile,
     ParquetFolder,
     concatenate_tables,
     make_damage_collector,
 )
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
 
 _SORTED_BY = ("rank", "attempt", "step", "sequence", "time")
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.hardware_samples import QUANTITIES, Sample
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.store.writer import EncodedFile, TableWriter
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torchlens_perf.run.directory import RunDirectory
 
 _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 

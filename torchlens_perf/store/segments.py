@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, kind_name, record_dtype
 from torchlens_perf.store.reader import (
@@ -30,13 +32,6 @@ from torchlens_perf.store.reader import (
     split_dictionary,
 )
 from torchlens_perf.store.writer import EncodedFile, TableWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    import numpy.typing as npt
-
-    from torchlens_perf.run.directory import RunDirectory
 
 _COPIED = (
     "step",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV
 from torchlens_perf.verdicts.stragglers.detector import mesh_dimension
+from torchlens_perf.verdicts.words.report import Collective, Report
 from torchlens_perf.view.rank_tables import slow_ranks
 from torchlens_perf.view.specs import Column, Quantity, Table, columns_if
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Collective, Report
 
 _FIRST_ROWS = 6
 _MIN_BANDWIDTH_BYTES = 1 << 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
@@ -11,13 +11,9 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_run_duration,
 )
 from torchlens_perf.diagnosis.goodput import CLASSES
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.words.report_goodput import Goodput
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value, columns_if
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torchlens_perf.verdicts.words.report import Report
-    from torchlens_perf.verdicts.words.report_goodput import Goodput
 
 
 def build_goodput_table(report: Report) -> Table | None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.words.report_hardware import Gpu
 from torchlens_perf.view.specs import Column, Quantity, Table
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Report
-    from torchlens_perf.verdicts.words.report_hardware import Gpu
 
 _FIRST_ROWS = 8
 _REASONS = {"hw_slowdown": "hardware", "sync_boost": "sync boost", "board_limit": "board limit"}

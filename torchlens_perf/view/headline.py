@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
@@ -22,14 +21,12 @@ from torchlens_perf.analysis.statistics.quantities import (
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.verdicts.kinds import BAD, GOOD, NEUTRAL, NOT_COMPUTING_KINDS, WARNING
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.past import format_time_of_day
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.verdicts.words.run_state import describe_failure_time
 from torchlens_perf.view.rank_tables import find_largest_section
 from torchlens_perf.view.theme import PARTS
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report import Report
 
 _SCOPES = {"node": "SLOW NODE", "position": "IMBALANCE"}
 _PHASES = {

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
     format_duration,
     format_percent,
 )
-from torchlens_perf.view.headline import fact_text
+from torchlens_perf.view.headline import Headline, fact_text
 from torchlens_perf.view.markup import Child, Element, tag
 from torchlens_perf.view.specs import Column, Table, sanitize_line
-
-if TYPE_CHECKING:
-    from torchlens_perf.view.headline import Headline
 
 _LONGEST_CELL = 48
 _MAX_ROWS = 512

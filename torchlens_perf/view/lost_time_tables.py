@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.rank_ranges import format_rank_list
+from torchlens_perf.verdicts.words.report import PathClass, PredictedChange, Report
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.theme import PARTS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchlens_perf.verdicts.words.report import PathClass, PredictedChange, Report
 
 _MIN_SHARE = 0.005
 """Smaller classes are left out."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from torchlens_perf.view.specs import sanitize_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torchlens_perf.view.headline import Headline
-    from torchlens_perf.view.specs import Table
+from torchlens_perf.view.headline import Headline
+from torchlens_perf.view.specs import Table, sanitize_line
 
 
 def headline_lines(head: Headline) -> Iterator[str]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.cpu import describe_programs
+from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value, columns_if
 from torchlens_perf.view.theme import PARTS
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report
 
 FIRST_ROWS = 8
 _FIRST_SLOW, _FIRST_EQUAL = 5, 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
     format_duration,
@@ -12,9 +10,7 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import describe_warm_up
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Quality, Report, Trend
+from torchlens_perf.verdicts.words.report import Quality, Report, Trend
 
 _FLAT = 0.03
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.oom import allocation_place
+from torchlens_perf.verdicts.words.report import Capture, Module, Report
 from torchlens_perf.view.collective_table import build_collective_table, build_slow_link_table
 from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
@@ -29,11 +32,6 @@ from torchlens_perf.view.rank_tables import (
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, columns_if
 from torchlens_perf.view.training_table import build_training_table
 from torchlens_perf.view.utilization_tables import build_roofline_table, build_utilization_table
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.long_steps import LongSteps
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report import Capture, Module, Report
 
 _FIRST_ROWS, _FIRST_SITES = 8, 5
 _MIN_SHARE = 0.001

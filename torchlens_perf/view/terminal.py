@@ -9,7 +9,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from rich.cells import cell_len, chop_cells
 from rich.console import Console
@@ -24,7 +24,9 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.verdicts.kinds import BAD, GOOD
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.past import describe_period
+from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report
 from torchlens_perf.verdicts.words.run_state import (
     RUNNING,
     describe_ranks,
@@ -44,10 +46,6 @@ from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, s
 from torchlens_perf.view.step_words import describe_overhead, describe_step_times, step_count_text
 from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.theme import EXCESS_BOUNDS, EXCESS_STYLES, PARTS, SEVERITIES
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report
 
 SHORT_LINES, REPORT_LINES = 34, 40
 """The most lines of the report that rank 0 prints, and of `report` without --all."""

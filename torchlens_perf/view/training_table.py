@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.run.verdicts import format_step_range
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.headline import build_headline, fact_text
 from torchlens_perf.view.specs import Column, Quantity, Table
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report import Report
 
 # Facts that other columns show.
 _STEPS = ("steps", "seen")

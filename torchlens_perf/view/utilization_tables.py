@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import format_percent, format_rounded
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.words.report_utilization import Utilization
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value, columns_if
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Report
-    from torchlens_perf.verdicts.words.report_utilization import Utilization
 
 _FIRST_ROWS = 8
 

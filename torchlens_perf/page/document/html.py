@@ -5,22 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import quote
 
+from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.document.scripts import build_page_script, build_page_style
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.overview import build_header, build_key_figures, format_minute
 from torchlens_perf.page.sections.section import ranks_by_prominence, ranks_in_verdicts
 from torchlens_perf.view.headline import choose_headline
-from torchlens_perf.view.markup import Element, raw_element, tag, to_html
+from torchlens_perf.view.markup import Child, Element, raw_element, tag, to_html
 from torchlens_perf.view.theme import FASTER, SLOWER
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchlens_perf.page.contents import PageContents
-    from torchlens_perf.view.markup import Child
 
 _MAX_LINES = 16
 

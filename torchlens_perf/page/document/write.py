@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.page.document.html import build_document
 from torchlens_perf.page.gather.run_contents import DEFAULT_BUDGET_BYTES, gather_contents
 from torchlens_perf.run import ownership
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.directory import RunDirectory
 
 
 def write_page(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
     format_rounded,
 )
+from torchlens_perf.page.contents import PageContents, SlowPeriod, TimeSeries
 from torchlens_perf.page.sections.modules import build_modules_section
 from torchlens_perf.page.sections.phases import build_phases_section
 from torchlens_perf.page.sections.quality import build_quality_section
 from torchlens_perf.page.sections.section import RANK_TABLES, build_tables
 from torchlens_perf.page.sections.verdicts import build_verdicts_section
 from torchlens_perf.run.verdicts import format_step_range
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.html import build_figure, build_section
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.step_words import describe_steps
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.contents import PageContents, SlowPeriod, TimeSeries
-    from torchlens_perf.verdicts.words.report import Report
 
 _MIN_HEAT_RANKS = 5
 """Fewest ranks for a heat map. Fewer ranks are compared in a line chart."""

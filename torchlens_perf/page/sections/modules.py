@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.sections.section import build_tables
 from torchlens_perf.view.html import build_section
 from torchlens_perf.view.markup import Element, tag
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.contents import PageContents
 
 
 def build_modules_section(contents: PageContents) -> Element | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
@@ -15,18 +14,16 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_run_duration,
 )
 from torchlens_perf.page.sections.bars import draw_stacked_bar, draw_swatch
+from torchlens_perf.verdicts.words.report import Report, Run
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.verdicts.words.startup import describe_startup
+from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.html import build_status_chip
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.step_words import step_count_text
 from torchlens_perf.view.theme import PARTS
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Report, Run
-    from torchlens_perf.view.headline import Headline
 
 _COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _SMALLEST_NAMED = 0.005

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.sections.bars import build_bar_figure
 from torchlens_perf.page.sections.section import (
     RANK_TABLES,
@@ -13,15 +12,12 @@ from torchlens_perf.page.sections.section import (
     ranks_in_verdicts,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.report import Rank, Report
 from torchlens_perf.view.html import build_section
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import mean_parts, part_name, step_parts
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS as NAMES
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.contents import PageContents
-    from torchlens_perf.verdicts.words.report import Rank, Report
 
 _MAX_BARS = 8
 # The caption reports the gap of a slow rank if it exceeds this share of the rank's step.

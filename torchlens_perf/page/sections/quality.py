@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
     format_coverage,
     format_duration,
 )
+from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.matrix import LOG_STEP
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.html import build_section, build_table
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.step_words import describe_overhead
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.contents import PageContents
-    from torchlens_perf.verdicts.words.report import Report
 
 
 def build_quality_section(contents: PageContents) -> Element:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from torchlens_perf.page.contents import PageContents
+from torchlens_perf.verdicts.words.report import Rank, Report
 from torchlens_perf.view.html import build_table
+from torchlens_perf.view.markup import Element
 from torchlens_perf.view.rank_tables import compute_s
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.contents import PageContents
-    from torchlens_perf.verdicts.words.report import Rank, Report
-    from torchlens_perf.view.markup import Element
 
 RANK_TABLES = ("ranks", "device_times", "host_gaps", "cpus")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
+from torchlens_perf.page.contents import PageContents
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis
+from torchlens_perf.verdicts.verdict import RankStack, Verdict
 from torchlens_perf.verdicts.words.causes import describe_cause
 from torchlens_perf.view.headline import choose_headline
 from torchlens_perf.view.html import (
@@ -17,11 +19,6 @@ from torchlens_perf.view.html import (
 )
 from torchlens_perf.view.markup import Child, Element, tag
 from torchlens_perf.view.tables import build_signal_table
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.contents import PageContents
-    from torchlens_perf.verdicts.stragglers.findings import Diagnosis
-    from torchlens_perf.verdicts.verdict import RankStack, Verdict
 
 _MAX_STACKS = 8
 # The details leave out the host, which the card shows, and attributes that are equal on all ranks.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -63,9 +62,7 @@ from torchlens_perf.verdicts.words.phases import (
     phase_name,
     within_sentence,
 )
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import DeviceTimes, Facts, TypicalStep
+from torchlens_perf.verdicts.words.report import DeviceTimes, Facts, TypicalStep
 
 # The smallest shares of a typical step for which a wait is named, is the subject of the advice, and
 # is named before computing.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
+from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 
 
 def describe_diagnosis(diagnosis: Diagnosis | None) -> str:

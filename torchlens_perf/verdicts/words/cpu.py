@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_count, format_percent
-from torchlens_perf.run.cpu_programs import CHILD, OTHER, OTHER_USER, OUTSIDE, RANK, SIDECAR
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.cpu_programs import CpuProgram
-    from torchlens_perf.verdicts.words.report import Facts, Rank
+from torchlens_perf.run.cpu_programs import (
+    CHILD,
+    OTHER,
+    OTHER_USER,
+    OUTSIDE,
+    RANK,
+    SIDECAR,
+    CpuProgram,
+)
+from torchlens_perf.verdicts.words.report import Facts, Rank
 
 # Other programs are named if they keep at least this share of the job's CPUs busy.
 _OTHERS = 0.1

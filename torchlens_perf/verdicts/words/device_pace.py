@@ -14,7 +14,7 @@ more:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from msgspec import structs
 
@@ -22,11 +22,7 @@ from torchlens_perf.analysis.statistics.quantities import format_duration, forma
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.evidence import LargestGap
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchlens_perf.verdicts.words.report import DeviceTimes, Facts
+from torchlens_perf.verdicts.words.report import DeviceTimes, Facts
 
 COMPUTE = ("forward", "backward", "recompute", "optimizer")
 # Share of starved passes from which a host sets the pace.

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts
+from torchlens_perf.verdicts.words.report import Facts
 
 _MIN_CHANGE = 0.25
 """Smallest growth of the step time from the first to the last third of the run."""

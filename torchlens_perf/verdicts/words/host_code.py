@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.verdicts.words.evidence import LargestGap
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Section
+from torchlens_perf.verdicts.words.report import Section
 
 NEARLY = 0.8
 """Two times are nearly equal if the smaller is at least this share of the larger."""

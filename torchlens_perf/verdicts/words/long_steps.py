@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, STOPPED
 from torchlens_perf.run.records import WITHOUT_GRADIENTS
@@ -13,10 +11,7 @@ from torchlens_perf.verdicts.verdict import Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.cpu import cpu_action
 from torchlens_perf.verdicts.words.device_pace import COMPUTE, describe_other_processes
 from torchlens_perf.verdicts.words.phases import phase_name
-from torchlens_perf.verdicts.words.report import mean_per_step
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts
+from torchlens_perf.verdicts.words.report import Facts, mean_per_step
 
 # A sentence lists at most this many numbers of irregular steps.
 _MAX_NUMBERS = 4

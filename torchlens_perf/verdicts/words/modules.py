@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.records import PASSES
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.report import Facts, Module
 from torchlens_perf.verdicts.words.stragglers import module_label
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts, Module
 
 _TRACE = "torchlens-perf capture, while the job runs"
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.statistics.memory import MemoryGrowth
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
 from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
-
-if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.memory import MemoryGrowth
-    from torchlens_perf.verdicts.words.report import Rank
+from torchlens_perf.verdicts.words.report import Rank
 
 # Expandable segments are advised if at least this share of the reserved memory is free but
 # fragmented.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
@@ -21,9 +20,7 @@ from torchlens_perf.verdicts.verdict import (
 from torchlens_perf.verdicts.words.bottleneck import TimeShare, action_against
 from torchlens_perf.verdicts.words.evidence import LIMITS, PastEvidence
 from torchlens_perf.verdicts.words.phases import within_sentence
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts
+from torchlens_perf.verdicts.words.report import Facts
 
 
 class RunPartEvidence(Evidence, frozen=True, tag="run_part"):

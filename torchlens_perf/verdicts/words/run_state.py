@@ -10,17 +10,14 @@ import datetime
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes
 from torchlens_perf.run.failure import Failure, ProcessEnd
 from torchlens_perf.run.rank_ranges import format_rank_list
+from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.oom import was_ended_by_oom
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.long_steps import LongSteps
-    from torchlens_perf.verdicts.words.report import Rank, Run
+from torchlens_perf.verdicts.words.report import Rank, Run
 
 RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"
 _MIN_UNEVEN_SHARE = 0.01

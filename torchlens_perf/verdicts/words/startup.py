@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.cpu import cpu_action
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts, Run
+from torchlens_perf.verdicts.words.report import Facts, Run
 
 _MIN_START_S = 60.0
 """A shorter startup has no verdict. Importing torch may take tens of seconds."""

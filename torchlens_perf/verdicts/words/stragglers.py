@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec import structs
 
@@ -34,9 +34,7 @@ from torchlens_perf.verdicts.words.evidence import (
     NotComparedEvidence,
 )
 from torchlens_perf.verdicts.words.phases import phase_name
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Collective, Facts, Module
+from torchlens_perf.verdicts.words.report import Collective, Facts, Module
 
 MAX_NAMED = 4
 # The advice is to run at least this many steps. Short steps are averaged before they are compared,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from msgspec import structs
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
@@ -21,6 +19,7 @@ from torchlens_perf.verdicts.words.evidence import (
 from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_explained_by_growth
 from torchlens_perf.verdicts.words.hang import HangEvidence, build_hang_verdict
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
+from torchlens_perf.verdicts.words.report import Facts
 from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.startup import build_startup_verdicts
 from torchlens_perf.verdicts.words.stragglers import (
@@ -31,9 +30,6 @@ from torchlens_perf.verdicts.words.stragglers import (
     find_unequal_work,
     without_cpu_check,
 )
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts
 
 # A rank that was slow in at least this share of the steps explains the waits of the whole run.
 _MOST_STEPS = 0.5
