@@ -102,26 +102,12 @@ def find_changes(
     low, high = difference - critical * error, difference + critical * error
     detectable = np.maximum((critical + _POWER_80) * error, worth)
     spread = error / math.sqrt(1 / runs + 1 / len(after))
-    found = []
-    for at in range(values.shape[1]):
-        if (low[at] > 0 or high[at] < 0) and abs(difference[at]) >= worth[at]:
-            outcome = Outcome.CHANGED
-        elif max(-low[at], high[at]) <= margin[at] or low[at] > 0 or high[at] < 0:
-            outcome = Outcome.SAME
-        else:
-            outcome = Outcome.UNKNOWN
-        found.append(
-            Change(
-                float(before[:, at].mean()),
-                float(after[:, at].mean()),
-                float(low[at]),
-                float(high[at]),
-                float(detectable[at]),
-                float(spread[at]),
-                outcome,
-            )
-        )
-    return found
+    is_certain = (low > 0) | (high < 0)
+    outcomes = np.full(len(low), Outcome.UNKNOWN, object)
+    outcomes[is_certain | (np.maximum(-low, high) <= margin)] = Outcome.SAME
+    outcomes[is_certain & (np.abs(difference) >= worth)] = Outcome.CHANGED
+    columns = (before.mean(axis=0), after.mean(axis=0), low, high, detectable, spread, outcomes)
+    return [Change(*row) for row in zip(*(each.tolist() for each in columns), strict=True)]
 
 
 def find_detectable(change: Change, runs: int, measures: int) -> float:

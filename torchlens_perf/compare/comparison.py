@@ -63,14 +63,12 @@ class ComparedRun:
 
     def noise_of(self, measure: Measure) -> float:
         """Return the standard error of a value from within the run; NaN if it is not known."""
-        step_share = self.noise.get("", np.nan) / self.values.get(STEP, np.nan)
-        if measure.kind is Kind.STEP:
-            return self.noise.get("", np.nan)
         if measure.kind is Kind.PART:
             return self.noise.get(measure.name, np.nan)
         if measure.kind is Kind.MEMORY:
             return 0.0
-        return float(step_share * self.values[measure])
+        whole = STEP if measure.kind is Kind.STEP else measure
+        return self.noise.get("", np.nan) * (self.values[whole] / self.values[STEP])
 
 
 @dataclasses.dataclass(frozen=True)
