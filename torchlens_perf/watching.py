@@ -297,7 +297,7 @@ class Watch(LiveResultMethods):
             with guard("watching further models"):
                 if running._session is not None and running._loop is not None:
                     running._loop.use_given_models(models)
-        for callback in self._live_views.callbacks if self._live_views is not None else ():
+        for callback in self._live_views.alerts.callbacks if self._live_views is not None else ():
             running.on_verdict(callback)
         self.run_dir = running.run_dir
 

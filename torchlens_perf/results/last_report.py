@@ -39,8 +39,6 @@ _STANDING_S = 0.5  # Longest time without progress after the short timeout.
 _POLL_INTERVAL_S = 0.1
 _WARNING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 
-"""Name of the report format for notebooks (page/notebook.py). The default format is text."""
-
 
 def is_in_notebook() -> bool:
     """Return True if this process is a notebook's kernel. Other processes import no module."""

@@ -12,7 +12,6 @@ from torchlens_perf.results.logged_verdicts import VerdictLoggers
 from torchlens_perf.results.notebook import NotebookCell
 
 if TYPE_CHECKING:
-    from torchlens_perf.results.alerts import Callback
     from torchlens_perf.results.ask import RunHandle
 
 
@@ -25,13 +24,9 @@ class LiveViews:
         """Loggers of log_to()."""
         self.attached = ExitStack()
         """Contexts that end with the watch."""
-        self._alerts = AlertCallbacks()
-        self._hears = self._writes = False
-
-    @property
-    def callbacks(self) -> list[Callback]:
+        self.alerts = AlertCallbacks()
         """Callbacks of on_verdict()."""
-        return self._alerts.callbacks
+        self._hears = self._writes = False
 
     def start_views(self, recorded: RunHandle) -> None:
         """Start the views that the user has requested since the last call, if the watch records."""
@@ -41,11 +36,11 @@ class LiveViews:
         if self.loggers.requests and not self._writes and session.identity.rank == 0:
             self._writes = True
             if recorded.has_sidecar:
-                self.callbacks.append(self.loggers.write_alert)
+                self.alerts.callbacks.append(self.loggers.write_alert)
                 self.attached.enter_context(self.loggers.attached_to(session))
             else:
                 logger.warning("torchlens_perf: log_to() writes nothing: verdicts need the sidecar")
-        if self.callbacks and not self._hears:
+        if self.alerts.callbacks and not self._hears:
             self._hears = True
             if not recorded.has_sidecar:
                 logger.warning(
@@ -53,7 +48,7 @@ class LiveViews:
                 )
                 return
             with guard("listening for verdicts"):
-                self.attached.enter_context(self._alerts.attached_to(session))
+                self.attached.enter_context(self.alerts.attached_to(session))
 
     def stop_views(self) -> None:
         """Stop all live views. In a forked child the parent's views stay."""

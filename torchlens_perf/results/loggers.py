@@ -102,18 +102,6 @@ def _adapt_huggingface_trainer(trainer: Any) -> Logger:
     return _adapt_group(find_loggers)
 
 
-def _adapt_accelerator(accelerator: Any) -> Logger:
-    """Return a function for an Accelerator's trackers."""
-    return _adapt_group(
-        lambda: _adapt_each(getattr(each, "tracker", None) for each in accelerator.trackers)
-    )
-
-
-def _adapt_lightning_trainer(trainer: Any) -> Logger:
-    """Return a function for the loggers of Lightning's Trainer or Fabric."""
-    return _adapt_group(lambda: map(_adapt_lightning_logger, trainer.loggers))
-
-
 _LOGGERS: _Adapters = {
     ("add_scalar", "add_text", "flush"): _adapt_summary_writer,
     ("log_metrics", "active_run", "MlflowClient"): _MlflowAdapter,
@@ -122,9 +110,14 @@ _LOGGERS: _Adapters = {
 """Adapters by the attributes of a logger."""
 _OWNERS_OF_LOGGERS: _Adapters = {
     ("callback_handler", "state", "log"): _adapt_huggingface_trainer,
-    ("trackers", "log", "prepare"): _adapt_accelerator,
+    ("trackers", "log", "prepare"): lambda accelerator: _adapt_group(
+        lambda: _adapt_each(getattr(each, "tracker", None) for each in accelerator.trackers)
+    ),
     ("log_metrics", "experiment"): _adapt_lightning_logger,
-    ("loggers",): _adapt_lightning_trainer,
+    # Lightning's Trainer, or Fabric.
+    ("loggers",): lambda trainer: _adapt_group(
+        lambda: map(_adapt_lightning_logger, trainer.loggers)
+    ),
 }
 
 
@@ -144,7 +137,10 @@ def adapt_logger(value: Any) -> Logger:
 
 def _adapt(value: Any, adapters: _Adapters) -> Logger | None:
     for names, adapt in adapters.items():
-        if _has_attributes(value, *names):
+        # Look at the class first, because reading some attributes of a logger opens its files.
+        if value is not None and all(
+            hasattr(type(value), name) or name in dir(value) for name in names
+        ):
             return adapt(value)
     return None
 
@@ -152,10 +148,3 @@ def _adapt(value: Any, adapters: _Adapters) -> Logger | None:
 def _adapt_each(values: Iterable[Any]) -> Iterator[Logger]:
     """Yield the functions for those of the values that are loggers."""
     return filter(None, (_adapt(value, _LOGGERS) for value in values))
-
-
-def _has_attributes(value: Any, *names: str) -> bool:
-    # Look at the class first, because reading some attributes of a logger opens its files.
-    return value is not None and all(
-        hasattr(type(value), name) or name in dir(value) for name in names
-    )

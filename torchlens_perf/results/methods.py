@@ -111,7 +111,7 @@ class LiveResultMethods(ResultMethods):
                 f"callback={callback!r}: must be a function of one argument, the alert"
             )
         views = self._get_live_views()
-        views.callbacks.append(callback)
+        views.alerts.callbacks.append(callback)
         views.start_views(self._get_run_handle())
         return callback
 
