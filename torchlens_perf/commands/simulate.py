@@ -123,7 +123,13 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
     run = RunDirectory(options.out.absolute())
     if run.nodes.exists():
         raise RunStoreError(f"{run.path} already is a run directory: choose another --out")
-    _require_open_files(OPEN_FILES * simulation.topology.rank_count + _OTHER_FILES)
+    needed = OPEN_FILES * simulation.topology.rank_count + _OTHER_FILES
+    limit = raise_open_file_limit()
+    require(
+        not 0 <= limit < needed,
+        f"{needed} files must be open at the same time, but the limit is {limit}: raise the"
+        " limit, or use --rows",
+    )
     run.create()
     note = (
         f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed"
@@ -150,15 +156,6 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
 
 def _detectable_s(findings: Findings) -> float | None:
     return None if findings.detectable_ns is None else findings.detectable_ns / 1e9
-
-
-def _require_open_files(count: int) -> None:
-    limit = raise_open_file_limit()
-    require(
-        not 0 <= limit < count,
-        f"{count} files must be open at the same time, but the limit is {limit}: raise the"
-        " limit, or use --rows",
-    )
 
 
 def record_simulation(

@@ -89,11 +89,7 @@ class SimulatedRecorder:
         """End the step, and begin the next one at the same time."""
         (step,) = self._spans
         self._add(step, self.step, self.now_ns - step.start_ns, flags, value0, value1, depth=0)
-        self.begin_step(self.step + 1)
-
-    def begin_step(self, number: int) -> None:
-        """Begin a step now, in place of the one in progress."""
-        self.step = number
+        self.step += 1
         self._spans = [_Span(Kind.STEP, 0, self.now_ns)]
 
     def flush(self) -> None:

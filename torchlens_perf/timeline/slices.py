@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.collectives.semantics import parse_collective_name
+from torchlens_perf.page.gather.node_clocks import SEQUENCE_MASK
 from torchlens_perf.page.gather.step_trace import LANES, assign_free_rows, assign_lanes
 from torchlens_perf.run.ring import Flag, Kind, kind_name
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from torchlens_perf.store.segments import ProcessRecords
 
-_NUMBER = 0xFFFFFFFF
 _WITHOUT_MODULES = {"modules": "not timed in this step"}
 
 
@@ -92,7 +92,7 @@ def _name_spans(
         kinds,
         spans["name_id"].tolist(),
         spans["step"].tolist(),
-        (spans["value1"] & _NUMBER).tolist(),
+        (spans["value1"] & SEQUENCE_MASK).tolist(),
         spans["kind"].tolist(),
         (spans["flags"] & Flag.WITHOUT_MODULES).tolist(),
         strict=True,
