@@ -39,7 +39,7 @@ def exec_recorded_python(arguments: Sequence[str]) -> NoReturn:
     if not arguments or list(arguments) == ["-m"]:
         raise ConfigError("a script is needed: torchlens-perf run train.py ARGS")
     typed = python_options_of_this_process(sys.orig_argv)
-    environment = environment_at_start()
+    environment = children.environment_at_start()
     _switch_recording_on(environment, [*typed, *split_python_arguments(arguments)[0]], quiet=quiet)
     program = children.find_interpreter()
     try:
@@ -83,24 +83,6 @@ def split_python_arguments(arguments: Sequence[str]) -> tuple[list[str], list[st
         if takes_next and rest:
             options.append(rest.pop(0))
     return options, rest
-
-
-def environment_at_start() -> dict[str, str]:
-    """Return the environment that this process was started with.
-
-    os.environ may differ: in the C locale, Python adds LC_CTYPE to it, which changes the mode of
-    the next Python.
-    """
-    try:
-        with open("/proc/self/environ", "rb") as file:
-            entries = [entry.partition(b"=") for entry in file.read().split(b"\0")]
-    except OSError:
-        entries = []
-    environment: dict[str, str] = {}
-    for name, _, value in entries:
-        if name:
-            environment.setdefault(os.fsdecode(name), os.fsdecode(value))
-    return environment or {name: value for name, value in os.environ.items() if name != "LC_CTYPE"}
 
 
 def _switch_recording_on(

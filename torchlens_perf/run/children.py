@@ -14,6 +14,7 @@ The functions may be called on any thread, and import most modules only when the
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import file_checks
+from torchlens_perf.run.processes import read_kernel_bytes
 
 SEARCH_PATH = "_TORCHLENS_PERF_SEARCH_PATH"
 """Folders for the child's sys.path, one per line. See __main__.py."""
@@ -55,6 +57,21 @@ _NOT_INHERITED = (
 _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcount", "tracemalloc")
 # NumPy's libraries start one thread per processor on import. The threads double the import time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+def environment_at_start() -> dict[str, str]:
+    """Return the environment that this process was started with.
+
+    os.environ may differ: in the C locale, Python adds LC_CTYPE to it, which changes the mode of
+    the next Python.
+    """
+    entries = []
+    with contextlib.suppress(OSError):
+        entries = read_kernel_bytes("/proc/self/environ").split(b"\0")
+    # Of two entries with one name, the first one counts.
+    pairs = (os.fsdecode(each).partition("=") for each in reversed(entries) if each)
+    environment = {name: value for name, _, value in pairs}
+    return environment or {name: value for name, value in os.environ.items() if name != "LC_CTYPE"}
 
 
 def find_interpreter() -> str:

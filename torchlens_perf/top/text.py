@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from torchlens_perf.run.children import environment_at_start
 from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
 from torchlens_perf.view.terminal import table_lines
 
@@ -133,13 +133,8 @@ def detect_terminal() -> Terminal:
     """Return the capabilities of this process's terminal, from the locale (Unicode only for UTF-8)
     and NO_COLOR.
     """
-    # Python may have replaced the C locale by UTF-8 in os.environ, so read the environment at
-    # process start.
-    try:
-        lines = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
-        environ = dict(line.partition("=")[::2] for line in lines)
-    except OSError:
-        environ = dict(os.environ)
+    # Python may have replaced the C locale by UTF-8 in os.environ.
+    environ = environment_at_start()
     locale = next(
         filter(None, (environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))), ""
     )
