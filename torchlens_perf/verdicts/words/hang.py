@@ -344,10 +344,6 @@ def _describe_missing_reports(hang: Hang) -> str:
     )
 
 
-def _describe_unrelated_waits(hang: Hang) -> str:
-    return "No recorded collective shows which rank waits for which."
-
-
 def _describe_single_rank(hang: Hang) -> str:
     (blocking,) = hang.blocking
     who = _capitalize(_name_ranks_with_hosts([blocking]))
@@ -367,17 +363,14 @@ def _describe_blocked_threads(hang: Hang) -> str:
     )
 
 
-def _describe_pause(hang: Hang) -> str:
-    return (
-        "No rank waits for another: a checkpoint, an evaluation, a compilation or"
-        " a server without requests looks like this."
-    )
-
-
 _FINDINGS: dict[str, Callable[[Hang], str]] = {
     "mismatch": _describe_mismatch, "device": _describe_slow_devices, "together": _describe_entered_by_all,
-    "unheard": _describe_missing_reports, "apart": _describe_unrelated_waits, "alone": _describe_single_rank,
-    "blocked": _describe_blocked_threads, "pause": _describe_pause,
+    "unheard": _describe_missing_reports, "alone": _describe_single_rank, "blocked": _describe_blocked_threads,
+    "apart": lambda hang: "No recorded collective shows which rank waits for which.",
+    "pause": lambda hang: (
+        "No rank waits for another: a checkpoint, an evaluation, a compilation or"
+        " a server without requests looks like this."
+    ),
 }  # fmt: skip
 
 
@@ -456,29 +449,28 @@ def _next_action(hang: Hang, user_lines: Mapping[int, str]) -> str:
         if hang.look_at
         else "look at the Python stacks"
     )
-    if hang.kind == "mismatch":
-        return (
+    return {
+        "mismatch": (
             "let all ranks call the same operations in the same order"
             f"{_SAME.get(hang.difference, '')}: look for a call under an `if` whose condition"
             " differs between ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL checks each one."
-        )
-    if hang.kind == "together":
-        return (
+        ),
+        "together": (
             "look at the network and the devices: links, dmesg (Xid, AER), the backend's log and"
             " flight recorder. A GPU that is stuck in an earlier kernel looks the same from the"
             " host."
-        )
-    if hang.kind == "blocked":
-        return (
+        ),
+        "blocked": (
             "see which kernel runs on each rank's device (cuda-gdb: info cuda kernels): a device"
             ' whose kernel does not belong to a collective is the cause. With nccl="auto", the NCCL'
             " plugin reports ranks whose kernel has not begun."
-        )
-    if hang.kind == "unheard":
-        return "see whether those nodes can be reached, and whether a sidecar runs there."
-    if hang.kind == "pause":
-        return f"if it takes longer than expected, {look}."
-    return f"{look} first; the ranks may wait in a point-to-point or an unrecorded operation."
+        ),
+        "unheard": "see whether those nodes can be reached, and whether a sidecar runs there.",
+        "pause": f"if it takes longer than expected, {look}.",
+    }.get(
+        hang.kind,
+        f"{look} first; the ranks may wait in a point-to-point or an unrecorded operation.",
+    )
 
 
 def _has_main_problem(blocking: BlockingRank, hang: Hang) -> bool:
@@ -491,27 +483,13 @@ def _action_on_blocking_rank(blocking: BlockingRank, user_lines: Mapping[int, st
     look = (
         f"{f'find out what {line} waits for on' if line else 'look at the Python stack of'} {who}."
     )
-    if blocking.problem == "device":
-        return (
-            f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb,"
-            " and the work that only this rank had in this step."
-        )
-    if blocking.problem in ("stopped", "traced"):
-        held = "detach the debugger from" if blocking.problem == "traced" else "send SIGCONT to"
-        return (
-            f"{held} {who}, and find out what stopped it: a debugger, a scheduler that suspends"
-            " jobs, Ctrl-Z."
-        )
+    what_stopped = "find out what stopped it: a debugger, a scheduler that suspends jobs, Ctrl-Z."
     if blocking.problem in ("busy", "stuck") and each.evaluates and not _is_saving(each):
         return (
             f"let all ranks evaluate a part of the data, or let the others wait for {who} in a"
             " barrier of a process group with a longer timeout."
         )
-    if blocking.problem == "busy":
-        return (
-            f"if the others need not wait for this work of {who}, move it out of the training loop."
-        )
-    if each.state == "uninterruptible":
+    if each.state == "uninterruptible" and blocking.problem not in ("busy", "device"):
         return f"look at dmesg on {each.host}, and at the storage that {who} reads or writes."
     if blocking.problem == "stuck" and each.waits_in:
         return (
@@ -532,6 +510,15 @@ def _action_on_blocking_rank(blocking: BlockingRank, user_lines: Mapping[int, st
     if blocking.problem == "stuck" and each.inside[-1:] == ("data",):
         return f"look at the loader of {who}: its workers, its storage, and its Python stack."
     return {
+        "device": (
+            f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb,"
+            " and the work that only this rank had in this step."
+        ),
+        "stopped": f"send SIGCONT to {who}, and {what_stopped}",
+        "traced": f"detach the debugger from {who}, and {what_stopped}",
+        "busy": (
+            f"if the others need not wait for this work of {who}, move it out of the training loop."
+        ),
         "dead": (
             f"read the end of the log of {who}, and dmesg for the out-of-memory killer; then"
             " restart the job."
