@@ -41,7 +41,7 @@ def build_verdict_card(headline: Headline, key: str, *more: Child) -> Element:
             tag(
                 "ul",
                 tag("li", build_status_chip(headline)),
-                [_build_fact(*fact) for fact in headline.facts],
+                [tag("li", fact_text(name, ""), tag("b", text)) for name, text in headline.facts],
                 class_="facts",
             ),
             _build_advice(headline),
@@ -76,10 +76,6 @@ def build_verdict_line(headline: Headline, key: str, *more: Child) -> Element:
         id=key,
         data_kind=headline.kind,
     )
-
-
-def _build_fact(name: str, text: str) -> Element:
-    return tag("li", fact_text(name, ""), tag("b", text))
 
 
 def _build_advice(headline: Headline) -> list[Element | None]:

@@ -373,13 +373,9 @@ def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
     return dict(rank["device"]["parts"]) if rank["device"] is not None else {}
 
 
-def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int, dict[str, float]]:
-    """Return the parts of each rank's typical step.
-
-    by_device: None selects the clock that verdicts use.
-    """
-    if by_device is None:
-        by_device = report["run"]["judged_by"] == DEVICE
+def parts_by_rank(report: Report) -> dict[int, dict[str, float]]:
+    """Return the parts of each rank's typical step, by the clock that verdicts use."""
+    by_device = report["run"]["judged_by"] == DEVICE
     found = {rank["rank"]: step_parts(rank, by_device=by_device) for rank in report["ranks"]}
     return {rank: parts for rank, parts in found.items() if parts}
 

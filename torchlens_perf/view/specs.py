@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
@@ -42,6 +43,16 @@ class Quantity(enum.Enum):
 
 
 Value = float | int | str | None
+_FORMATS: Mapping[Quantity, Callable[[float], str]] = {
+    Quantity.NUMBER: lambda value: (
+        f"{value:,}" if isinstance(value, int) else format_rounded(value)
+    ),
+    Quantity.SHARE: format_percent,
+    Quantity.CHANGE: format_change,
+    Quantity.BYTES: lambda value: format_bytes(value, "B"),
+    Quantity.RATE: lambda value: format_bytes(value, "B/s"),
+}
+"""The text of a value by its quantity. Durations have the unit of their column."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +127,8 @@ class Column:
             return EMPTY
         if isinstance(value, str) or self.quantity is Quantity.TEXT:
             return printable(str(value))
-        if self.quantity is Quantity.SHARE:
-            return format_percent(value)
-        if self.quantity is Quantity.CHANGE:
-            return format_change(value)
-        if self.quantity is Quantity.BYTES:
-            return format_bytes(value, "B")
-        if self.quantity is Quantity.RATE:
-            return format_bytes(value, "B/s")
-        if self.quantity is Quantity.NUMBER:
-            return f"{value:,}" if isinstance(value, int) else format_rounded(value)
+        if self.quantity is not Quantity.DURATION:
+            return _FORMATS[self.quantity](value)
         smallest = 10.0**-digits
         if 0 < abs(value) / scale < smallest / 2:
             # A measured value must not look like zero.
@@ -210,9 +213,9 @@ class Bar:
 
         Start and length are shares of `longest`.
         """
-        found, begin = [], 0.0
-        for part, seconds in self.seconds.items():
-            if seconds > 0:
-                found.append((part, begin / longest, seconds / longest))
-                begin += seconds
-        return found
+        shown = {part: seconds for part, seconds in self.seconds.items() if seconds > 0}
+        begins = itertools.accumulate(shown.values(), initial=0.0)
+        return [
+            (part, begin / longest, seconds / longest)
+            for (part, seconds), begin in zip(shown.items(), begins, strict=False)
+        ]

@@ -497,7 +497,9 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
     units = {column.unit for column in shown.columns if column.unit}
     unit = units.pop() if len(units) == 1 else ""
     columns = [(column.title if unit else column.heading, column) for column in shown.columns]
-    while _total_width(columns) > width and any(column.optional for _, column in columns):
+    while any(column.optional for _, column in columns) and width < sum(
+        2 + max(map(cell_len, (heading, *column.texts()))) for heading, column in columns
+    ):
         columns.remove(max(columns, key=lambda each: each[1].optional))
     cells = [column.texts() for _, column in columns]
     widths = [
@@ -542,10 +544,6 @@ def _fold(text: str, width: int) -> list[str]:
                 lines += chop_cells(part, width)
             gap = ""
     return lines if lines[0] else lines[1:]
-
-
-def _total_width(columns: Sequence[tuple[str, Column]]) -> int:
-    return sum(2 + max(map(cell_len, (heading, *column.texts()))) for heading, column in columns)
 
 
 def _row_line(
