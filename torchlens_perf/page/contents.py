@@ -13,8 +13,6 @@ from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Table
 
-SCHEMA = 1
-
 
 class EncodedMatrix(TypedDict):
     """Durations of shape [ranks, columns] as 16-bit codes: row by row, little-endian, deflated
@@ -47,7 +45,6 @@ class RankLocation(TypedDict):
 
     rank: int
     host: str
-    local_rank: int | None
     mesh: dict[str, int]
     """The rank's coordinates in the device mesh, as far as process groups reveal them: {"dp": 1,
     "tp": 0}.
@@ -218,7 +215,6 @@ class PageContents(TypedDict):
     The page's JSON also has `named_ranks` and `prominent_ranks`, see contents_as_json().
     """
 
-    schema: int
     report: Report
     """The report of `report --json`."""
     thinned_report: Report

@@ -37,7 +37,5 @@ def build_page_style() -> str:
 
 @functools.cache
 def read_static_file(name: str) -> str:
-    """Return the text of a static file. `theme.css` is generated from the theme."""
-    if name == "theme.css":
-        return theme.css_variables()
+    """Return the text of a static file."""
     return (resources.files("torchlens_perf.page") / _STATIC / name).read_text("utf-8")

@@ -10,7 +10,6 @@ import math
 
 from torchlens_perf.diagnosis.goodput import with_price
 from torchlens_perf.page.contents import (
-    SCHEMA,
     PageContents,
     SlowPeriod,
     StepMatrices,
@@ -99,7 +98,6 @@ def gather_contents(
             run, processes, node_of, ranks, steps, uncomparable, left, notes, with_others=True
         )
     return {
-        "schema": SCHEMA,
         "report": report,
         "thinned_report": shown,
         "steps": matrices,

@@ -122,7 +122,6 @@ def build_step_matrices(
             {
                 "rank": rank,
                 "host": process.identity.host,
-                "local_rank": process.identity.local_rank,
                 "mesh": dict(process.placement.coordinates),
             }
             for rank, process in sorted(processes.items())
