@@ -24,8 +24,7 @@ from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.rings import memory
 from torchlens_perf.store.run_folders import default_folder
 
-OK, LIMITED, BROKEN = 0, 1, 2
-_WORDS = {OK: "ok     ", LIMITED: "limited", BROKEN: "broken "}
+OK, LIMITED, BROKEN = "ok", "limited", "broken"
 _STORED, _EXPORT = "run directories", "OpenTelemetry"
 _LABELS = {"system": "system", _STORED: "stored", _EXPORT: "export"}
 """Labels of the checks whose findings are shown if they pass."""
@@ -35,7 +34,7 @@ _LABELS = {"system": "system", _STORED: "stored", _EXPORT: "export"}
 class Check:
     """One examined part of the environment, its state, and the remedy."""
 
-    severity: int
+    severity: str
     """OK, LIMITED (it works, with less data or at a higher cost) or BROKEN."""
     subject: str
     finding: str
@@ -45,16 +44,16 @@ class Check:
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy and self.severity != OK else ""
-        return f"{_WORDS[self.severity]} {self.subject}: {self.finding}{remedy}"
+        return f"{self.severity:<7} {self.subject}: {self.finding}{remedy}"
 
 
 def summarize(checks: Iterable[Check]) -> Iterator[str]:
     """Yield lines as checks are made: the system, each problem with its remedy, and what a run records."""
-    records, results = [], Counter[int]()
+    records, results = [], Counter[str]()
     for check in checks:
         results[check.severity] += 1
         if check.severity != OK:
-            yield _format_line(_WORDS[check.severity].strip(), f"{check.subject}: {check.finding}")
+            yield _format_line(check.severity, f"{check.subject}: {check.finding}")
         elif check.subject in _LABELS:
             yield _format_line(_LABELS[check.subject], check.finding)
         if check.severity != OK and check.remedy:

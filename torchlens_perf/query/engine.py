@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import duckdb
@@ -63,7 +63,16 @@ def _create_view(
     connection: duckdb.DuckDBPyConnection, table: str, runs: Sequence[str], notes: list[str]
 ) -> list[str]:
     """Create the view of a table. Return its files."""
-    files = [file for run in runs for file in _list_files(run, table, notes)]
+    # Files of an object store cannot be checked.
+    files = [
+        str(file)
+        for run in runs
+        for file in (
+            [f"{run.rstrip('/')}/{table}/*.parquet"]
+            if REMOTE.match(run)
+            else list_local_files(run, table, notes)
+        )
+    ]
     if not files:
         return []
     listed = ", ".join(_quote(_escape_pattern(file)) for file in files)
@@ -117,14 +126,6 @@ def _confine(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> Non
         connection.execute(f"SET allowed_paths=[{', '.join(map(_quote, sorted(allowed)))}]")
         connection.execute("SET enable_external_access=false")
     connection.execute("SET lock_configuration=true")
-
-
-def _list_files(run: str, table: str, notes: list[str]) -> Iterator[str]:
-    """Yield the files of a table, without damaged ones."""
-    if REMOTE.match(run):
-        yield f"{run.rstrip('/')}/{table}/*.parquet"
-        return
-    yield from map(str, list_local_files(run, table, notes))
 
 
 def _load_object_store_support(connection: duckdb.DuckDBPyConnection, runs: Sequence[str]) -> None:

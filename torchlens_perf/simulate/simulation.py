@@ -270,8 +270,7 @@ class Simulation:
         without it."""
         work: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.faults]
         cost: list[list[npt.NDArray[np.float64]]] = [[] for _ in self.faults]
-        for number in range(-(-count // BLOCK)):
-            steps = self.block(number).head(count - number * BLOCK)
+        for number, steps in enumerate(self.steps(count)):
             for index in range(len(self.faults)):
                 rest = self.block(number, index).head(len(steps))
                 work[index].append((steps.parts_ns - rest.parts_ns).sum(axis=2))
