@@ -77,7 +77,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
         _build_module_table(report, number, others),
         *_tables_of_rank(rank, report),
     ]
-    for table in (table for table in found if table is not None):
+    for table in (table for table in found if table is not None and table.rows):
         lines += [unwrapped_line(), *table_lines(table, width, table.first or table.rows)]
         lines += [Text(f"  {sanitize_line(table.note)}", style="dim")] if table.note else []
         if table.key == "step" and number in heat and others:
@@ -197,7 +197,7 @@ def _median_or_none(values: Iterable[float]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _build_module_table(report: Report, number: int, others: set[int]) -> Table | None:
+def _build_module_table(report: Report, number: int, others: set[int]) -> Table:
     """Return the modules' own forward times, compared with the median of other ranks."""
     rows = [
         (
@@ -210,8 +210,6 @@ def _build_module_table(report: Report, number: int, others: set[int]) -> Table 
         for module in report["modules"]
         if (here := module["by_rank"].get(str(number))) is not None
     ]
-    if not rows:
-        return None
     compared = _compare("module", rows, sum(row[1] for row in rows))
     return Table(
         "modules", "Modules, forward time per step", *compared, first=_MAX_MODULES, noun="module"

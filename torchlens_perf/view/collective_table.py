@@ -55,11 +55,9 @@ def build_collective_table(report: Report) -> Table | None:
     )  # fmt: skip
 
 
-def build_slow_link_table(report: Report) -> Table | None:
+def build_slow_link_table(report: Report) -> Table:
     """Return the links that are slower than their peers, costliest first."""
     links = report["slow_links"].links
-    if not links:
-        return None
     columns = [
         Column("ranks", ["-".join(map(str, each.ranks)) for each in links], Quantity.TEXT),
         Column("operation", [each.operation for each in links], Quantity.TEXT),

@@ -27,11 +27,9 @@ _ACTIVITY = (
 )
 
 
-def build_gpu_table(report: Report) -> Table | None:
+def build_gpu_table(report: Report) -> Table:
     """Return a row for each GPU with means over the run, lowest clock rate first."""
     gpus = sorted(report["gpus"], key=lambda gpu: gpu["signals"].get("sm_clock_share", 1.0))
-    if not gpus:
-        return None
     columns = [
         Column("rank", [format_ranges(gpu["ranks"]) or None for gpu in gpus], Quantity.TEXT),
         Column("SM MHz", [_round_to_unit(gpu["sm_clock_hz"], 1e6) for gpu in gpus], Quantity.NUMBER),
@@ -83,14 +81,12 @@ def _gpu_errors_text(gpu: Gpu) -> str | None:
     return ", ".join(found) or "none"
 
 
-def build_port_table(report: Report) -> Table | None:
+def build_port_table(report: Report) -> Table:
     """Return the network ports that counted errors during the run, most errors first."""
     ports = sorted(
         (port for port in report["links"] if port["errors"]),
         key=lambda port: -sum(port["errors"].values()),
     )
-    if not ports:
-        return None
     words = [
         ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in port["errors"].items())
         for port in ports

@@ -38,9 +38,7 @@ def build_critical_path_table(report: Report) -> Table | None:
 def build_change_table(report: Report) -> Table | None:
     """Return the predicted gains of the most valuable single changes."""
     lost = report["lost_time"]
-    if lost is None or not lost.changes:
-        return None
-    return build_gain_table(lost.changes, lost.step_s)
+    return None if lost is None else build_gain_table(lost.changes, lost.step_s)
 
 
 def build_gain_table(changes: Sequence[PredictedChange], step_s: float) -> Table:

@@ -208,14 +208,12 @@ def build_device_table(report: Report) -> Table | None:
     )
 
 
-def build_cpu_table(report: Report) -> Table | None:
-    """Return the CPU use of ranks and other processes; None without CPU contention."""
+def build_cpu_table(report: Report) -> Table:
+    """Return the CPU use of ranks and other processes, with no row without CPU contention."""
     users = {rank["rank"]: rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None}
     shares = {
         rank: cpu["others_share"] for rank, cpu in users.items() if cpu["others_share"] is not None
     }
-    if not shares:
-        return None
     waiting = [rank for rank in report["ranks"] if rank["rank"] in shares]
     ranks, slow, first = _order_ranks(
         waiting, slow_ranks(report), lambda rank: shares[rank["rank"]]
@@ -235,15 +233,13 @@ def build_cpu_table(report: Report) -> Table | None:
     return Table("cpus", "CPU use", columns, slow, first, noun="rank", ranged="other programs")
 
 
-def build_memory_table(report: Report) -> Table | None:
+def build_memory_table(report: Report) -> Table:
     """Return the memory statistics of each rank's device allocator, most reserved memory first."""
     readings = {
         rank["rank"]: device
         for rank in report["ranks"]
         if (device := rank["memory"]["device"]) is not None
     }
-    if not readings:
-        return None
     read = [rank for rank in report["ranks"] if rank["rank"] in readings]
     ranks, slow, first = _order_ranks(
         read, {}, lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0

@@ -81,7 +81,7 @@ def build_host_gap_table(report: Report) -> Table | None:
     )  # fmt: skip
 
 
-def build_module_table(report: Report) -> Table | None:
+def build_module_table(report: Report) -> Table:
     """Return the module times per step: the slow rank and the others or, without one, all ranks."""
     slow = next(iter(current_stragglers(report)), None)
     return (_compare_modules(report, slow) if slow is not None else None) or _list_all_modules(
@@ -131,7 +131,7 @@ def _module_times_field(phase: str | None, *, on_device: bool) -> tuple[_ModuleT
     return ("device_own_by_rank", "device time") if on_device else ("by_rank", "forward time")
 
 
-def _list_all_modules(report: Report) -> Table | None:
+def _list_all_modules(report: Report) -> Table:
     step_s = report["steps"]["p50_s"] or 0.0
     on_device = report["run"]["judged_by"] == DEVICE
 
@@ -144,8 +144,6 @@ def _list_all_modules(report: Report) -> Table | None:
         if max(cost_s(each) or 0.0, each["own_s_per_step"]) > _MIN_SHARE * step_s
     ]
     rows.sort(key=lambda each: -(cost_s(each) or 0.0))
-    if not rows:
-        return None
     # Device times are from samples.
     is_sampled = on_device and any(each["device_samples"] for each in rows)
     device_columns = [
@@ -194,11 +192,9 @@ def _module_name(module: Module) -> str:
     return f"{module['name']} (outside inner modules)" if module["is_root"] else module["name"]
 
 
-def build_section_table(report: Report) -> Table | None:
+def build_section_table(report: Report) -> Table:
     """Return the user's sections, largest share of a typical step first."""
     rows, step_s = report["sections"], report["steps"]["p50_s"]
-    if not rows:
-        return None
     outside_s = [each["host_s_per_typical_step"] for each in rows]
     device = [each["device_s"] for each in rows]
     per_step_s = [each["s_per_step"] for each in rows]
@@ -223,11 +219,9 @@ def build_section_table(report: Report) -> Table | None:
     )
 
 
-def build_device_section_table(report: Report) -> Table | None:
+def build_device_section_table(report: Report) -> Table:
     """Return the device sections, which kernels mark on the device."""
     rows = report["device_sections"]
-    if not rows:
-        return None
     slowest = [_slowest_rank(each["by_rank"]) for each in rows]
     windows = [each["over_all_ranks"] for each in rows]
     columns = [
@@ -281,14 +275,12 @@ def _outlier_text(window: Mapping[str, float] | None) -> str | None:
     return f"rank {window['slowest']:.0f} ({window['score']:.0f} deviations)" if found else "none"
 
 
-def build_step_class_table(report: Report) -> Table | None:
+def build_step_class_table(report: Report) -> Table:
     """Return the classes of longer steps than the typical step, costliest first, then of shorter
     ones.
     """
     steps = report["steps"]
     rows = [*steps["long"], *steps["short"]]
-    if not rows:
-        return None
     columns = [
         Column("outlier steps", [_step_kind(each) for each in rows], Quantity.TEXT),
         Column(
@@ -413,11 +405,9 @@ def build_out_of_memory_table(report: Report) -> Table | None:
     return None
 
 
-def build_capture_table(report: Report) -> Table | None:
+def build_capture_table(report: Report) -> Table:
     """Return the captured profiles, newest first."""
     rows = report["captures"][::-1]
-    if not rows:
-        return None
     columns = [
         Column("rank", [each["rank"] for each in rows], Quantity.TEXT),
         Column("steps", [_captured_steps_text(each) for each in rows], Quantity.TEXT),
