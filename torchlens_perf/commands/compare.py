@@ -158,7 +158,6 @@ def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None
         print_tables(
             screens.build_headline(compared),
             screens.build_tables(compared),
-            [],
             screens.build_notes(compared),
             sys.stdout,
         )

@@ -52,12 +52,10 @@ def _known(values: Iterable[float | None]) -> list[Value]:
 def _describe_job(goodput: Goodput) -> str:
     """Return sentences on restarts and energy."""
     found = []
-    count = len(goodput.attempts)
-    lost = goodput.lost_steps
-    source = goodput.lost_steps_from
+    lost, count = goodput.lost_steps, len(goodput.attempts)
     if count > 1:
         known = "an unknown number of steps" if lost is None else format_count(lost, "step")
-        by = f" (by {source})" if source else ""
+        by = f" (by {goodput.lost_steps_from})" if goodput.lost_steps_from else ""
         found.append(f"{count} attempts, which made {known} again{by}.")
     per_step, per_token = goodput.energy_j_per_step, goodput.energy_j_per_token
     if per_step is not None:

@@ -19,14 +19,16 @@ def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Ele
     """Return an element. Children and attributes that are None are left out.
 
     A trailing underscore in an attribute's name is dropped, other underscores become hyphens:
-    class_, data_chart.
+    class_, data_chart. Numbers have at most two decimals.
     """
     made = ElementTree.Element(name)
     for key, value in attributes.items():
         if value is not None:
             made.set(
                 key.rstrip("_").replace("_", "-"),
-                printable(value) if isinstance(value, str) else format_number(value),
+                printable(value)
+                if isinstance(value, str)
+                else f"{value:.2f}".rstrip("0").rstrip("."),
             )
     _append(made, children)
     return made
@@ -46,11 +48,6 @@ def _append(parent: Element, children: Iterable[Child]) -> None:
             parent.append(child)
         else:
             _append(parent, child)
-
-
-def format_number(value: float) -> str:
-    """Return a number as the value of an attribute, with at most two decimals."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def raw_element(name: str, text: str, **attributes: str) -> Element:

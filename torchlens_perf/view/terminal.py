@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import io
 import itertools
 import re
@@ -68,24 +69,21 @@ def print_report(report: Report, file: IO[str], run_dir: str, *, whole: bool = F
     whole: True to print all tables; by default, those that fit in REPORT_LINES lines.
     """
     columns, color = _terminal_width_and_color(file)
-    render = render_full if whole else render_report
+    render = render_full if whole else functools.partial(render_short, most=REPORT_LINES)
     _write_encodable(render(report, run_dir, columns=columns, color=color), file)
 
 
 def print_tables(
     head: Headline,
     tables: Sequence[Table],
-    fields: Sequence[tuple[str, str]],
     notes: Sequence[str],
     file: IO[str],
 ) -> None:
-    """Print a headline, labelled texts, tables and notes in the layout of a report."""
+    """Print a headline, tables and notes in the layout of a report."""
 
     def lines(width: int) -> Iterator[Text]:
         yield Text("")
         yield from verdict_lines(head, width)
-        for label, text in fields:
-            yield from _wrap_field(label, text, width)
         for table in tables:
             yield from _noted_table_lines(table, width, table.first or table.rows)
         yield Text("")
@@ -125,22 +123,22 @@ def render_full(report: Report, run_dir: str, *, columns: int, color: bool) -> s
     )
 
 
-def render_report(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
-    """Return the verdicts and as many tables as fit in REPORT_LINES lines as text."""
-    width = columns or _PLAIN_WIDTH
-    lines = short_report_lines(report, run_dir, width, color=color, most=REPORT_LINES)
-    return lines_to_text(lines, color=color)
+def render_short(
+    report: Report,
+    run_dir: str,
+    *,
+    columns: int,
+    color: bool,
+    page: str = "",
+    most: int = SHORT_LINES,
+) -> str:
+    """Return the short report, by default the one that rank 0 prints at the end of a run.
 
-
-def render_short(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
-    """Return the short report that rank 0 prints at the end of a run.
-
-    page: path of the run's page, if one is written.
+    page: path of the run's page, if one is written. most: see short_report_lines().
     """
-    return lines_to_text(
-        short_report_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page),
-        color=color,
-    )
+    width = columns or _PLAIN_WIDTH
+    lines = short_report_lines(report, run_dir, width, color=color, page=page, most=most)
+    return lines_to_text(lines, color=color)
 
 
 def lines_to_text(lines: Iterable[Text], *, color: bool) -> str:
