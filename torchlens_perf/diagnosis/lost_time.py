@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
+from torchlens_perf.verdicts.words.device_pace import COMPUTE
 from torchlens_perf.verdicts.words.host_code import divide_host_code
 from torchlens_perf.verdicts.words.report import PathClass, mean_per_step
 
@@ -29,7 +30,6 @@ SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
 _SECTION = "section"
 _MAX_SECTIONS = 4
-COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _COMPUTE = [USES.index(use) for use in COMPUTE]
 
 

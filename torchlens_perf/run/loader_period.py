@@ -11,7 +11,7 @@ from torchlens_perf.run.records import OWN_COLUMNS, PARTS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_DATA, _COMMUNICATION = PARTS.index("data"), PARTS.index("communication")
+DATA, COMMUNICATION = PARTS.index("data"), PARTS.index("communication")
 
 
 def move_hidden_data_waits(
@@ -22,7 +22,7 @@ def move_hidden_data_waits(
     parts_ns: [ranks, steps, len(PARTS)], NaN if missing. periods_ns: [ranks]. The rank that waits
     least shows which communication is no wait for other ranks.
     """
-    exposed_ns = np.fmin.reduce(parts_ns[..., _COMMUNICATION], axis=0)
+    exposed_ns = np.fmin.reduce(parts_ns[..., COMMUNICATION], axis=0)
     return move_hidden_data_wait(parts_ns, periods_ns[:, None], exposed_ns)
 
 
@@ -49,8 +49,8 @@ def move_hidden_data_wait(
     still add up to the step.
     """
     own_ns = parts_ns[..., OWN_COLUMNS].sum(axis=-1)
-    hidden_ns = hidden_data_wait(own_ns, parts_ns[..., _COMMUNICATION] - exposed_ns, period_ns)
+    hidden_ns = hidden_data_wait(own_ns, parts_ns[..., COMMUNICATION] - exposed_ns, period_ns)
     found = parts_ns.copy()
-    found[..., _DATA] += hidden_ns.astype(parts_ns.dtype)
-    found[..., _COMMUNICATION] -= hidden_ns.astype(parts_ns.dtype)
+    found[..., DATA] += hidden_ns.astype(parts_ns.dtype)
+    found[..., COMMUNICATION] -= hidden_ns.astype(parts_ns.dtype)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.run.captures import TRACE
@@ -14,6 +13,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.oom import allocation_place
 from torchlens_perf.verdicts.words.report import Capture, Module, Report
+from torchlens_perf.verdicts.words.stragglers import ModuleTimes
 from torchlens_perf.view.collective_table import build_collective_table, build_slow_link_table
 from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
@@ -41,7 +41,6 @@ _MAX_STEPS = 5
 """Step numbers in a cell."""
 _OUTLIER = 5.0
 """Robust standard deviations above the ranks' median at which a value is marked: rare by chance."""
-_ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
 
 
 def build_tables(report: Report) -> list[Table]:
@@ -125,7 +124,7 @@ def _compare_modules(report: Report, slow: Verdict) -> Table | None:
     )
 
 
-def _module_times_field(phase: str | None, *, on_device: bool) -> tuple[_ModuleTimes, str]:
+def _module_times_field(phase: str | None, *, on_device: bool) -> tuple[ModuleTimes, str]:
     if phase == "backward":
         return "backward_by_rank", "backward time with inner modules"
     return ("device_own_by_rank", "device time") if on_device else ("by_rank", "forward time")

@@ -14,6 +14,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_run_duration,
 )
 from torchlens_perf.page.sections.bars import draw_stacked_bar, draw_swatch
+from torchlens_perf.verdicts.words.device_pace import COMPUTE
 from torchlens_perf.verdicts.words.report import Report, Run
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.verdicts.words.startup import describe_startup
@@ -25,7 +26,6 @@ from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.step_words import step_count_text
 from torchlens_perf.view.theme import PARTS
 
-_COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _SMALLEST_NAMED = 0.005
 """The legend below the bar lists only parts with at least this share of the step."""
 
@@ -90,7 +90,7 @@ def _choose_figures(
     if steps["mean_s"]:
         yield format_rounded(1 / steps["mean_s"]), "steps per second", ""
     if bar.total:
-        computing = sum(bar.seconds.get(part, 0.0) for part in _COMPUTE) / bar.total
+        computing = sum(bar.seconds.get(part, 0.0) for part in COMPUTE) / bar.total
         yield format_percent(computing), "of the mean step in forward, backward and optimizer", ""
     if size > 1 and all(row.kind != "not_compared" for row in report["verdicts"]):
         timed = sum(rank["typical"] is not None for rank in report["ranks"])

@@ -28,8 +28,8 @@ from torchlens_perf.analysis.statistics.step_mix import (
     find_lasting_period,
 )
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, mean_by_part
-from torchlens_perf.run.loader_period import hidden_data_wait
-from torchlens_perf.run.records import OWN_PARTS, PARTS, PASSES, WITHOUT_GRADIENTS
+from torchlens_perf.run.loader_period import COMMUNICATION, DATA, hidden_data_wait
+from torchlens_perf.run.records import OWN_PARTS, PASSES, WITHOUT_GRADIENTS
 from torchlens_perf.verdicts.long_steps import LongSteps, join_long_steps
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, NamedUse, RunLength, Verdict
@@ -81,7 +81,6 @@ _FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
 """Kinds of long steps that are not reported while a rank is slow."""
 _GAP = ("data", "host")
-_DATA, _COMMUNICATION = PARTS.index("data"), PARTS.index("communication")
 # A device that is behind its host by this share of a step, at the ends of passes, has work queued
 # until the next pass is issued.
 _FAR_AHEAD = 0.5
@@ -679,8 +678,8 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
     steps = _collect_typical_steps(report)
     hidden_s = _hidden_data_wait_s(report, steps)
     parts_s = mean_by_part(step["parts"] for step in steps)
-    parts_s[_DATA] += hidden_s
-    parts_s[_COMMUNICATION] -= hidden_s
+    parts_s[DATA] += hidden_s
+    parts_s[COMMUNICATION] -= hidden_s
     lack_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
     account = TimeAccount.from_parts(1e9 * parts_s, 1e9 * lack_s)
     passes_s, _ = _sum_passes(report)

@@ -63,13 +63,13 @@ _MAX_MODULE_RATIO = 1.1
 _ABOVE_OTHERS, _NEARLY_ALL = 0.5, 0.9
 # The excess is between the modules if all of them explain less than this share of it.
 _FEW = 0.25
-_ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
+ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
 # For each slow phase, the times of modules that are compared, by the host's clock and by the
 # device's clock. Devices do not time modules in the backward pass.
-_BY_RANK: dict[str, tuple[_ModuleTimes, ...]] = {
+_BY_RANK: dict[str, tuple[ModuleTimes, ...]] = {
     "forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank"),
 }  # fmt: skip
-_ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_rank",)}
+_ON_DEVICE: dict[str, tuple[ModuleTimes, ...]] = {"forward": ("device_own_by_rank",)}
 
 
 class SlownessEvidence(Evidence, frozen=True, kw_only=True):
@@ -608,7 +608,11 @@ def build_no_straggler_verdict(report: Facts, findings: Findings, since_step: in
     """
     run, count, why = report["run"], report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
-        untimed = _find_untimed_ranks(report)
+        untimed = tuple(
+            rank["rank"]
+            for rank in report["ranks"]
+            if not (rank["device"] and rank["device"]["parts"])
+        )
         evidence = NotComparedEvidence(
             findings.rows,
             why or "few_steps",
@@ -646,13 +650,6 @@ def build_no_straggler_verdict(report: Facts, findings: Findings, since_step: in
             clocks,
             since_step,
         ),
-    )
-
-
-def _find_untimed_ranks(report: Facts) -> tuple[int, ...]:
-    """Return the ranks without times of their devices."""
-    return tuple(
-        rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])
     )
 
 
