@@ -49,7 +49,14 @@ def _parse_range(text: str) -> tuple[int, int]:
 
 def _run_report(options: argparse.Namespace) -> int:
     if options.schema:
-        return _print_schema(options)
+        from torchlens_perf.report import report_json
+
+        require(
+            not options.fail_on,
+            "--fail-on needs a run, but --schema does not: remove one of these options",
+        )
+        report_json.write_json(report_json.build_schema(), sys.stdout)
+        return 0
     run = RunDirectory(options.run_dir or find_newest_run())
     if options.html is not None:
         _write_page(run, options)
@@ -63,17 +70,6 @@ def _run_report(options: argparse.Namespace) -> int:
     with Progress("reading the run", quiet=options.quiet) as progress:
         report, states = load_report_and_states(run, progress)
     return _print_report(run, report, states, options)
-
-
-def _print_schema(options: argparse.Namespace) -> int:
-    from torchlens_perf.report import report_json
-
-    require(
-        not options.fail_on,
-        "--fail-on needs a run, but --schema does not: remove one of these options",
-    )
-    report_json.write_json(report_json.build_schema(), sys.stdout)
-    return 0
 
 
 def _write_page(run: RunDirectory, options: argparse.Namespace) -> None:

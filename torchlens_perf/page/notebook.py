@@ -20,7 +20,6 @@ from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Summary, Verdict
-from torchlens_perf.verdicts import verdict
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
@@ -155,7 +154,19 @@ def _build_notes(notes: Sequence[str]) -> Element | None:
 def _build_summary(report: Report, run_dir: str) -> Summary:
     run, steps, quality = report["run"], report["steps"], report["quality"]
     return Summary(
-        verdicts=tuple(map(_verdict_from_row, report["verdicts"])),
+        verdicts=tuple(
+            Verdict(
+                row.kind,
+                printable(row.text),
+                printable(row.action),
+                row.rank,
+                row.phase,
+                row.cost_s_per_step,
+                row.cost_share,
+                row.since_step,
+            )
+            for row in report["verdicts"]
+        ),
         run_id=run["id"],
         run_dir=run_dir,
         running=run["live"],
@@ -174,13 +185,6 @@ def _build_summary(report: Report, run_dir: str) -> Summary:
         as_of=_utc_now_text(),
         figures=f"{describe_steps(report)}; overhead {describe_overhead(quality)}",
     )
-
-
-def _verdict_from_row(row: verdict.Verdict) -> Verdict:
-    return Verdict(
-        row.kind, printable(row.text), printable(row.action), row.rank, row.phase, row.cost_s_per_step,
-        row.cost_share, row.since_step,
-    )  # fmt: skip
 
 
 def _utc_now_text() -> str:

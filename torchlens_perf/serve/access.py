@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import secrets
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -56,10 +55,6 @@ _OTHER_NAME = (
 )
 _OTHER_ORIGIN = "Only a page of this server may send this request.\n"
 _READS = ("GET", "HEAD")
-
-
-def create_token() -> str:
-    return secrets.token_urlsafe(32)
 
 
 class AccessGuard:

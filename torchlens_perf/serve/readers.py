@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -39,6 +39,8 @@ _MAX_BYTES = 8 << 30
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # While anyio waits for its own limiter, another call could take the prepared process.
 _NO_LIMITER = cast(CapacityLimiter, contextlib.nullcontext())
+_STATUSES: Mapping[type, int] = {NotFoundError: 404, ConfigError: 400}
+"""The HTTP status of an error of a read. Other expected errors have 503."""
 _T = TypeVar("_T")
 
 
@@ -221,12 +223,9 @@ def _call_with_read_errors(function: Callable[..., _T], arguments: tuple[object,
     """Call the function, and convert exceptions to ReadError, which can be unpickled."""
     try:
         return function(*arguments)
-    except NotFoundError as error:
-        status, words = 404, str(error)
-    except ConfigError as error:
-        status, words = 400, str(error)
     except (TorchlensPerfError, OSError) as error:
-        status, words = 503, str(error)
+        status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 503)
+        words = str(error)
     except MemoryError:
         gib = limit_memory() / (1 << 30)
         status = 503

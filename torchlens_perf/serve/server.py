@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.serve.access import AccessGuard, create_token
+from torchlens_perf.serve.access import AccessGuard
 from torchlens_perf.serve.app import Server
 from torchlens_perf.serve.connections import LimitedConnection, ListeningSocket
 
@@ -34,7 +35,7 @@ def run_until_signal(server: Server, listening: socket.socket, host: str) -> Non
 
     host: the value of --host.
     """
-    port, token = listening.getsockname()[1], create_token()
+    port, token = listening.getsockname()[1], secrets.token_urlsafe(32)
     names = (
         {"localhost", host}
         if is_loopback(host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -159,13 +160,9 @@ def trim_series(
 
     The first quantity of each GPU, link or process is kept before any second quantity.
     """
-    places: dict[str, int] = defaultdict(int)
-    order = []
-    for each in series:
-        order.append((places[each["where"]], each))
-        places[each["where"]] += 1
+    place_of: dict[str, Iterator[int]] = defaultdict(itertools.count)
     kept, used_bytes = list[TimeSeries](), 0
-    for _, each in sorted(order, key=lambda item: item[0]):
+    for each in sorted(series, key=lambda each: next(place_of[each["where"]])):
         used_bytes += json_size_bytes(each)
         if used_bytes > budget_bytes:
             notes.append(

@@ -11,8 +11,6 @@ from torchlens_perf.view.markup import Element, tag
 def build_modules_section(contents: PageContents) -> Element | None:
     """Return the section on modules; None if neither modules nor user sections were timed."""
     found = build_tables(contents, "modules", "sections", "device_sections")
-    if not found:
-        return None
     note = tag("p", "Modules nested more deeply than those shown are not timed.", class_="note")
     deeper = note if contents["report"]["run"]["deeper_modules"] else None
-    return build_section("modules", "Modules and sections", found, deeper)
+    return build_section("modules", "Modules and sections", found, deeper) if found else None
