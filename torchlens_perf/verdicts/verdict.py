@@ -87,7 +87,7 @@ class Evidence(Struct, frozen=True, kw_only=True, tag_field="type"):
     slow_too: tuple[int, ...] = ()
     """Other slow ranks that do the same work. They are included in the verdict's cost."""
     own_cost_s: float | None = None
-    """For one rank with `slow_too`, the gain of repairing this rank alone; else None."""
+    """With `slow_too`, the gain of repairing only the ranks of the verdict; else None."""
     cause: str = field(default="", name="class")
     """Class of the cause, for slow ranks slow_compute, slow_data, slow_host, more_work or imbalance; ""
     if there are no classes."""
@@ -241,6 +241,9 @@ class Verdict(Struct, frozen=True, kw_only=True):
         """Verdicts on what stops the job are first, then current verdicts, then past verdicts. Within
         each group, the costliest verdict is first, and a factor of others after all with a cost."""
         lost_s, is_factor = self.lost_s or 0.0, self.evidence.is_factor
+        if self.evidence.own_cost_s is not None and self.cost_s_per_step:
+            # Of ranks that are slow together, the one whose repair gains most is first.
+            lost_s *= self.evidence.own_cost_s / self.cost_s_per_step
         if self.traits.stops_job or self.evidence.stops_run:
             # Hangs are listed before deaths. Processes of a job that hangs are often killed, and
             # the verdict on a hang names ranks that died before it.

@@ -160,11 +160,13 @@ def shared(job: Job, *ranks: int) -> float:
     return shared_costs(job, *ranks)[0].cost_ns
 
 
-def shared_costs(job: Job, *ranks: int) -> list[SharedCost]:
+def shared_costs(job: Job, *ranks: int, units: tuple[int, ...] | None = None) -> list[SharedCost]:
+    """units: a number for each rank, equal for ranks that are repaired together."""
     window = SlidingWindow(np.arange(job.ranks), 1)
     window.add_rows(job.block())
     keys, present = window.comparable_rows(0, job.rows)
-    return compute_shared_costs(window, np.array(ranks), np.delete(present, ranks), keys)
+    units_of = np.array(ranks if units is None else units)
+    return compute_shared_costs(window, np.array(ranks), np.delete(present, ranks), keys, units_of)
 
 
 def test_ranks_that_cost_nothing_alone_have_a_shared_cost() -> None:
@@ -184,6 +186,13 @@ def test_each_rank_of_a_shared_cost_has_a_gain_and_a_cost_without_the_others() -
     assert [each.cost_ns / MS for each in found] == pytest.approx([20, 20, 20], rel=1e-4)
     assert [each.gain_ns / MS for each in found] == pytest.approx([5, 0, 0], abs=1e-3)
     assert [each.lone_ns / MS for each in found] == pytest.approx([20, 15, 5], rel=1e-4)
+
+
+def test_ranks_that_are_repaired_together_have_one_gain() -> None:
+    job = Job.of(8, 60, noise=0.0).slow(2, 20).slow(3, 15).slow(6, 5)
+
+    found = shared_costs(job, 2, 3, 6, units=(-1, -1, 6))
+    assert [each.gain_ns / MS for each in found] == pytest.approx([15, 15, 0], abs=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (4, 5, 6), (0, 1, 2, 3)])

@@ -425,7 +425,7 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
     )
     assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].sentence
     assert " since step 100. Repairing only this rank gains 5.00 ms a step." in now[0].sentence
-    assert now[2].explanation.endswith(" Repairing only this rank gains nothing.")
+    assert now[2].explanation.endswith("; repairing only this rank gains nothing.")
     assert "Repairing" not in verdict_on(episode()).sentence
     assert [verdict.evidence.slow_too for verdict in now] == [(1, 4), (1, 6), (4, 6)]
     assert [(each.cost_s_per_step, each.cost_share) for each in now] == [

@@ -172,12 +172,14 @@ class StragglerDetector:
         The cost of a single slow rank may be zero, because without it, the job would wait for
         another slow rank.
         """
-        of_each = [population.compute_shared_costs() for population in populations]
+        slow = [each.rank for every in populations for each in every.episodes if not each.is_over]
+        groups = group_slow(slow, self.places) if len(slow) > 1 else []
+        of_each = [population.compute_shared_costs(groups) for population in populations]
         all_costs = {rank: cost for costs in of_each for rank, cost in costs.items()}
         shared = {rank: cost for costs in of_each if len(costs) > 1 for rank, cost in costs.items()}
         # The ranks of a node or a position may do different work, but also wait for one another.
-        for group in group_slow(all_costs.keys(), self.places) if len(all_costs) > 1 else ():
-            known = [cost for rank in group.ranks if (cost := all_costs[rank]) is not None]
+        for group in groups:
+            known = [cost for rank in group.ranks if (cost := all_costs.get(rank)) is not None]
             largest = max(known, key=lambda cost: cost.cost_ns, default=None)
             shared.update(dict.fromkeys(group.ranks, largest))
         for population in populations:

@@ -32,7 +32,7 @@ class SharedCost(NamedTuple):
     cost_ns: float
     """The time by which steps would end earlier without all of them."""
     gain_ns: float
-    """The same without this rank only."""
+    """The same without this rank only, or without its slow node or position only."""
     lone_ns: float
     """The same if this rank was the only slow one."""
     from_step: int = 0
@@ -194,12 +194,13 @@ def compute_shared_costs(
     together: npt.NDArray[np.int64],
     others: npt.NDArray[np.int64],
     keys: npt.NDArray[np.int64],
+    units: npt.NDArray[np.int64],
 ) -> list[SharedCost]:
     """Return, for each of several slow ranks, their shared cost in the rows `keys`.
 
     The time gained without as many healthy ranks is noise, and is subtracted. together, others:
-    positions of the slow and of the healthy ranks in `window`. Rows with a single stall are
-    ignored.
+    positions of the slow and of the healthy ranks in `window`. units: a number for each slow rank,
+    equal for ranks that are repaired together. Rows with a single stall are ignored.
     """
     healthy, slow = (
         _work_and_cpu_wait_ns(window, ranks, keys % window.columns) for ranks in (others, together)
@@ -212,16 +213,20 @@ def compute_shared_costs(
         for first in range(0, len(others), len(together))
     ]
     cost_ns = _gain_without_last_ns(np.stack([*teams, slow.max(axis=0)]))
-    gains = _gains_without_each_ns(np.concatenate([healthy, slow]))
+    last_healthy, last = healthy.max(axis=0), np.concatenate([healthy, slow]).max(axis=0)
     noise_ns = float(np.median(_gains_without_each_ns(healthy)))
-    lone = np.clip(slow - healthy.max(axis=0), 0, None).mean(axis=1)
+    lone = np.clip(slow - last_healthy, 0, None).mean(axis=1)
+    gains = (
+        last - np.maximum(last_healthy, slow[units != unit].max(axis=0, initial=0))
+        for unit in units
+    )
     return [
         SharedCost(
             cost_ns,
-            min(cost_ns, float(gain)),
+            min(cost_ns, float(gain.mean())),
             min(cost_ns, max(0.0, float(alone) - noise_ns)),
         )
-        for gain, alone in zip(gains[len(others) :], lone, strict=True)
+        for gain, alone in zip(gains, lone, strict=True)
     ]
 
 

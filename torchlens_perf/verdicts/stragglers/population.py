@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, S
 from torchlens_perf.verdicts.stragglers.episodes import Episode, SharedCost, compute_shared_costs
 from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_recovery
 from torchlens_perf.verdicts.stragglers.own_time import OwnTime
+from torchlens_perf.verdicts.stragglers.placement import SlowRankGroup
 from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
 # Ranks are judged each time this many rows have arrived.
@@ -304,8 +305,10 @@ class Population:
             for each in self.episodes
         ]
 
-    def compute_shared_costs(self) -> dict[int, SharedCost | None]:
+    def compute_shared_costs(self, groups: Sequence[SlowRankGroup]) -> dict[int, SharedCost | None]:
         """Return the shared cost for each slow rank; None if it is not known.
+
+        groups: slow ranks that are repaired together.
 
         The shared cost is the time by which steps would end earlier without all slow ranks, in the
         steps in which all of them are slow.
@@ -320,7 +323,14 @@ class Population:
         slow = np.isin(window.ranks[present], ranks)
         if not len(keys) or not slow.any() or slow.all():
             return dict.fromkeys(ranks)
-        found = compute_shared_costs(window, present[slow], present[~slow], keys)
+        numbers = window.ranks[present[slow]]
+        units = np.array(
+            [
+                next((-1 - at for at, group in enumerate(groups) if rank in group.ranks), rank)
+                for rank in numbers.tolist()
+            ]
+        )
+        found = compute_shared_costs(window, present[slow], present[~slow], keys, units)
         # As in measure_episode(), a cost never exceeds the excess: the job may also wait because a
         # rank lacks a CPU, but this wait is not part of the rank's excess.
         most_ns = max(each.excess_ns for each in together)
@@ -334,6 +344,4 @@ class Population:
             )
             for each in found
         ]
-        return dict.fromkeys(ranks) | dict(
-            zip(window.ranks[present[slow]].tolist(), limited, strict=True)
-        )
+        return dict.fromkeys(ranks) | dict(zip(numbers.tolist(), limited, strict=True))

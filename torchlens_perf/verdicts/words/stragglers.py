@@ -142,19 +142,20 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         found = f"{self._describe_ranks(verdict)} in {phase_name(verdict.phase or '')}: {measured}."
         causes = self.describe_causes(verdict)
         cause = f"Cause: {causes}" if causes else ""
-        return [found, f"{cost}, {since}.", self._describe_own_cost(), cause]
+        own = self._describe_own_cost().capitalize()
+        return [found, f"{cost}, {since}.", own and f"{own}.", cause]
 
     def explain(self, verdict: Verdict) -> list[str]:
         times = _compare_times(self, verdict.phase, f"rank {verdict.rank}")
-        measured = f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
-        return [measured, self._describe_own_cost()]
+        measured = f"{times[0].upper()}{times[1:]}{self._describe_difference()}"
+        return ["; ".join(filter(None, (measured, self._describe_own_cost()))) + "."]
 
     def _describe_own_cost(self) -> str:
-        """Return a sentence on the gain of repairing only the rank, next to a cost of several ranks;
-        else ""."""
+        """Return a clause on the gain of repairing only this rank, node or position, next to a cost
+        of others, too; else ""."""
         own_s = self.own_cost_s
         gains = f"{format_duration(own_s)} a step" if own_s else "nothing"
-        return "" if own_s is None else f"Repairing only this rank gains {gains}."
+        return "" if own_s is None else f"repairing only this {self.scope} gains {gains}"
 
     def describe_causes(self, verdict: Verdict) -> str:
         return describe_diagnosis(verdict.diagnosis)
@@ -288,7 +289,7 @@ def build_slow_verdict(
             location=straggler.location,
             ranks=straggler.ranks,
             slow_too=straggler.slow_too,
-            own_cost_s=shared.gain_ns / 1e9 if shared and straggler.kind == "rank" else None,
+            own_cost_s=shared.gain_ns / 1e9 if shared and straggler.slow_too else None,
             compared=findings.compared,
             from_start=episode.from_start,
             by_host=episode.by_host,
