@@ -88,9 +88,11 @@ def _fail(problem: str, code: int = 2) -> int:
 
 
 def _help_text() -> str:
-    lines = []
-    for title, commands in _GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {each.name:14} {each.summary}" for each in commands)]
+    lines = [
+        line
+        for title, commands in _GROUPS.items()
+        for line in ("", f"{title}:", *(f"  {each.name:14} {each.summary}" for each in commands))
+    ]
     return _HELP.format(commands="\n".join(lines))
 
 

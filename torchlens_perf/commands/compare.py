@@ -142,11 +142,12 @@ def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None
     elif options.markdown:
         from torchlens_perf.view import markdown
 
-        lines = [*markdown.headline_lines(screens.build_headline(compared))]
-        for table in screens.build_tables(compared):
-            lines += ["", *markdown.table_lines(table)]
-        lines += ["", *(f"- {markdown.escaped(note)}" for note in screens.build_notes(compared))]
-        print("\n".join(lines))
+        blocks = (
+            markdown.headline_lines(screens.build_headline(compared)),
+            *map(markdown.table_lines, screens.build_tables(compared)),
+            (f"- {markdown.escaped(note)}" for note in screens.build_notes(compared)),
+        )
+        print("\n\n".join(map("\n".join, blocks)))
     elif options.html is not None:
         from torchlens_perf.compare.page import write_comparison_page
 

@@ -141,12 +141,12 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
     notes = list_differences(before[0].report, after[0].report)
     notes += [note for run in (*before, *after) for note in run.notes]
     assumed = _assume_spread((*before, *after))
-    for name, side in (("before", before), ("after", after)):
-        if len(side) == 1:
-            notes.append(
-                f"one run {name}: runs are assumed to differ by {assumed:.0%}. Record 5"
-                " runs or more of each side to measure how much they differ"
-            )
+    notes += [
+        f"one run {name}: runs are assumed to differ by {assumed:.0%}. Record 5 runs or more of each"
+        " side to measure how much they differ"
+        for name, side in (("before", before), ("after", after))
+        if len(side) == 1
+    ]
     return Comparison(
         before,
         after,

@@ -184,12 +184,10 @@ def _build_report(
         "utilization": build_utilization(nodes, modules),
         "quality": _build_quality(nodes, latest_processes(nodes)),
     }
-    for rank in facts["ranks"]:
-        facts["quality"]["notes"] += [
-            *memory_notes(rank),
-            *filter(None, [out_of_memory_note(rank)]),
-        ]
-    facts["quality"]["notes"] += filter(None, [other_threads_note(facts)])
+    of_ranks = (
+        note for rank in facts["ranks"] for note in (*memory_notes(rank), out_of_memory_note(rank))
+    )
+    facts["quality"]["notes"] += filter(None, [*of_ranks, other_threads_note(facts)])
     if replays_graphs(facts):
         # A replayed graph is no phase. The rest of the step is therefore not host code.
         for each in (*steps["long"], *steps["short"]):
@@ -431,11 +429,9 @@ def _step_time_trend(grid: RunWindows | None, clock: str) -> Trend | None:
 
 def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Quality:
     statistics: list[RankStatistics] = [process.statistics for process in processes.values()]
-    notes = list(
-        dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes))
-    )
-    for rank in sorted(processes):
-        notes += [note for note in _rank_notes(processes[rank]) if note not in notes]
+    of_nodes = (note for node in nodes for note in (*node.notes, *node.passing_notes))
+    of_ranks = (note for rank in sorted(processes) for note in _rank_notes(processes[rank]))
+    notes = list(dict.fromkeys([*of_nodes, *of_ranks]))
     unwritten = sum(node.unwritten_records for node in nodes)
     lost_samples = sum(node.telemetry.lost_samples for node in nodes)
     dropped_files = sum(node.telemetry.dropped_files for node in nodes)

@@ -45,21 +45,17 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
 
 def network_port_rows(nodes: list[NodeState]) -> list[Link]:
     """Return the ports of InfiniBand and RoCE adapters, with their errors during the run."""
-    rows: list[Link] = []
-    for node in nodes:
-        for name, totals in sorted(node.telemetry.links.items()):
-            rows.append(
-                {
-                    "port": name,
-                    "host": host_of_node(node.host),
-                    "layer": totals.layer,
-                    "rate_bits": totals.rate_bits,
-                    "samples": totals.samples,
-                    "measured_s": totals.measured_ns / 1e9,
-                    "errors": {
-                        kind: totals.grown[kind] for kind in LINK_ERRORS if totals.grown.get(kind)
-                    },
-                    "signals": totals.to_signals(),
-                }
-            )
-    return rows
+    return [
+        {
+            "port": name,
+            "host": host_of_node(node.host),
+            "layer": totals.layer,
+            "rate_bits": totals.rate_bits,
+            "samples": totals.samples,
+            "measured_s": totals.measured_ns / 1e9,
+            "errors": {kind: totals.grown[kind] for kind in LINK_ERRORS if totals.grown.get(kind)},
+            "signals": totals.to_signals(),
+        }
+        for node in nodes
+        for name, totals in sorted(node.telemetry.links.items())
+    ]

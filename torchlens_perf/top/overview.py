@@ -178,10 +178,11 @@ def all_finding_lines(view: View, width: int) -> list[Text]:
     """Return all headlines in full, with their validity and the Python stacks of a hang."""
     if view.report is None:
         return []
-    lines = list[Text]()
-    for of, row in zip(view.headlines, view.report["verdicts"], strict=True):
-        lines += [*held_verdict_lines(of, row, view.report, width), unwrapped_line()]
-    return lines
+    return [
+        line
+        for of, row in zip(view.headlines, view.report["verdicts"], strict=True)
+        for line in (*held_verdict_lines(of, row, view.report, width), unwrapped_line())
+    ]
 
 
 def finding_key(of: Headline) -> Sequence[object]:

@@ -61,9 +61,12 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
             )
         ]
     lines = [Text(f"  {sanitize_line(text)}") for text in _state_lines(rank, report)]
-    for row, of in zip(report["verdicts"], view.headlines, strict=True):
-        if number in row.ranks:
-            lines += [unwrapped_line(), *held_verdict_lines(of, row, report, width)]
+    lines += [
+        line
+        for row, of in zip(report["verdicts"], view.headlines, strict=True)
+        if number in row.ranks
+        for line in (unwrapped_line(), *held_verdict_lines(of, row, report, width))
+    ]
     others = {
         each for each in view.populations if view.populations[each] == view.populations.get(number)
     } - {number}

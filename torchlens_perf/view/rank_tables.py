@@ -38,10 +38,9 @@ def current_stragglers(report: Report) -> list[Verdict]:
 
 def slow_ranks(report: Report) -> dict[int, int]:
     """Return the ranks that are currently slow, each with the index of its verdict."""
-    slow: dict[int, int] = {}
-    for place, row in enumerate(current_stragglers(report)):
-        slow |= {rank: place for rank in row.ranks if rank not in slow}
-    return slow
+    found = list(enumerate(current_stragglers(report)))
+    # Of several verdicts on a rank, the first one counts.
+    return {rank: place for place, row in reversed(found) for rank in row.ranks}
 
 
 def slowest_ranks(report: Report) -> list[int]:
