@@ -229,7 +229,7 @@ def test_page_has_no_script(runs: Path, tmp_path: Path) -> None:
     assert text.index("NEW</b> <span>SLOW RANK rank 1") < text.index("A typical step took")
     assert text.count("<polyline ") == 2
     assert re.search(
-        r'aria-label="Vertical: 0 to [\d.]+ ms\. Horizontal: steps 0 to 64\. Dashed: before\."',
+        r'aria-label="Vertical: 0 to [\d.]+ ms\. Horizontal: 64 steps\. Dashed: before\."',
         text,
     )
     assert text.count(">simulation<") == 8

@@ -94,9 +94,7 @@ def _build_chart(compared: Comparison) -> Element | None:
         for side, history in (("before", before), ("after", after))
     ]
     steps = max(side[0].report["steps"]["made"] for side in (compared.before, compared.after))
-    words = (
-        f"Vertical: 0 to {format_duration(top_s)}. Horizontal: {steps} steps. Dashed: before."
-    )
+    words = f"Vertical: 0 to {format_duration(top_s)}. Horizontal: {steps} steps. Dashed: before."
     chart = tag(
         "svg", lines, class_="over-time", viewBox=f"0 0 {end} 100", preserveAspectRatio="none",
         role="img", aria_label=words,
