@@ -7,9 +7,10 @@ import numpy.typing as npt
 import pytest
 
 from torchlens_perf.page.gather import step_grid
-from torchlens_perf.page.gather.step_grid import DEVICE_CLOCK, StepGrid
+from torchlens_perf.page.gather.step_grid import StepGrid
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
 RANKS, FIRST, LAST = 3, 5, 104
 Steps = dict[str, npt.NDArray[np.int64]]
@@ -83,7 +84,7 @@ def test_work_of_a_rank_is_by_the_clock_that_judges_it() -> None:
     grid.add(batch)
     of_device = {**chosen(batch, np.flatnonzero(batch["row"] == 1))}
     of_device["work_ns"] = of_device["work_ns"] // 2
-    grid.add(of_device, DEVICE_CLOCK)
+    grid.add(of_device, DEVICE)
     of_host = grid_of(batch)
 
     column = of_device["step"] - FIRST
@@ -92,8 +93,8 @@ def test_work_of_a_rank_is_by_the_clock_that_judges_it() -> None:
     assert (grid.sum_of("work_ns")[[0, 2]] == of_host.sum_of("work_ns")[[0, 2]]).all()
     assert (grid.sum_of("step_ns") == of_host.sum_of("step_ns")).all()
     assert (grid.sum_of("device steps").sum(axis=1) == [0, 100, 0]).all()
-    assert set(grid.mean_parts_s(DEVICE_CLOCK)) == set(PARTS)
-    assert not of_host.mean_parts_s(DEVICE_CLOCK)
+    assert set(grid.mean_parts_s(DEVICE)) == set(PARTS)
+    assert not of_host.mean_parts_s(DEVICE)
 
 
 def test_widened_grid_equals_one_that_was_wide_from_the_start(

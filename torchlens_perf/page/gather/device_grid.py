@@ -11,7 +11,6 @@ import numpy as np
 from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
 from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.page.gather.step_grid import DEVICE_CLOCK
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.store.reader import make_error_collector
@@ -116,4 +115,4 @@ def _add_steps(
     row = np.full(len(step), grid.row_of[rank])
     parts = {f"{part}_ns": parts_ns[:, at] for at, part in enumerate(PARTS)}
     steps = {"row": row, "step": step, "work_ns": work_ns, "flags": flags, **parts}
-    grid.add(steps, DEVICE_CLOCK)
+    grid.add(steps, DEVICE)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -36,7 +37,6 @@ _SMALLEST_NS = 1e3
 _BINS = 3000
 # For the newest steps, the grid also keeps each step's duration on its slowest rank.
 _MAX_SINGLE_STEPS = 1 << 22
-HOST_CLOCK, DEVICE_CLOCK = "host", "device"
 
 
 class StepGrid:
@@ -98,7 +98,7 @@ class StepGrid:
         """
         return self._sums.get(quantity, np.zeros(self.start_ns.shape))
 
-    def add(self, steps: Steps, clock: str = HOST_CLOCK) -> None:
+    def add(self, steps: Steps, clock: str = HOST) -> None:
         """Add steps. Steps outside the grid's range are ignored.
 
         Steps by the devices' clocks have the columns row, step, work_ns, flags and those of parts.
@@ -108,12 +108,12 @@ class StepGrid:
         row, step = steps["row"], steps["step"]
         column = (step - self.first) // self.width
         is_compared = ((steps["flags"] & OTHER_WORK) == 0) & (step >= self.warm_from[row])
-        is_compared &= self._is_by_device[row] == (clock == DEVICE_CLOCK)
+        is_compared &= self._is_by_device[row] == (clock == DEVICE)
         sums = {f"{clock} {part}": steps[f"{part}_ns"] for part in PARTS}
         sums[f"{clock} steps"] = np.ones(len(step), np.int64)
         sums["compared"] = is_compared.astype(np.int64)
         sums["work_ns"] = steps["work_ns"] * is_compared
-        if clock == HOST_CLOCK:
+        if clock == HOST:
             is_measured = steps["ready_ns"] >= 0
             sums["step_ns"] = steps["duration_ns"]
             sums["ready_ns"] = steps["ready_ns"] * is_measured

@@ -12,8 +12,6 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.page.contents import MatrixColumns, SlowPeriod, StepMatrices
 from torchlens_perf.page.gather.step_grid import (
-    DEVICE_CLOCK,
-    HOST_CLOCK,
     QUANTILES,
     StepGrid,
     Steps,
@@ -26,7 +24,7 @@ from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_c
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
 from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 
 Floats = npt.NDArray[np.float64]
 
@@ -114,7 +112,7 @@ def build_step_matrices(
     )
     parts, device_parts = (
         {part: encode_durations(values) for part, values in grid.mean_parts_s(clock).items()}
-        for clock in (HOST_CLOCK, DEVICE_CLOCK)
+        for clock in (HOST, DEVICE)
     )
     return {
         "columns": _describe_columns(grid),

@@ -19,11 +19,14 @@ def build_tables(contents: PageContents, *keys: str) -> list[Element]:
 
 def ranks_in_verdicts(report: Report) -> list[int]:
     """Return the ranks that verdicts are about, in the order of the verdicts."""
-    found: list[int] = []
-    for verdict in report["verdicts"]:
-        if verdict.traits.singles_out and verdict.rank is not None:
-            found += [verdict.rank, *verdict.ranks]
-    return list(dict.fromkeys(found))
+    return list(
+        dict.fromkeys(
+            rank
+            for verdict in report["verdicts"]
+            if verdict.traits.singles_out and verdict.rank is not None
+            for rank in (verdict.rank, *verdict.ranks)
+        )
+    )
 
 
 def ranks_by_prominence(report: Report) -> list[Rank]:
