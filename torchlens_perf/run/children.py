@@ -68,9 +68,10 @@ def environment_at_start() -> dict[str, str]:
     entries = []
     with contextlib.suppress(OSError):
         entries = read_kernel_bytes("/proc/self/environ").split(b"\0")
-    # Of two entries with one name, the first one counts.
-    pairs = (os.fsdecode(each).partition("=") for each in reversed(entries) if each)
-    environment = {name: value for name, _, value in pairs}
+    environment: dict[str, str] = {}
+    for each in filter(None, entries):
+        name, _, value = os.fsdecode(each).partition("=")
+        environment.setdefault(name, value)
     return environment or {name: value for name, value in os.environ.items() if name != "LC_CTYPE"}
 
 
