@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -230,17 +230,21 @@ def test_steps_between_instrument_and_uninstrument_are_recorded(tmp_path: Path) 
     assert only_report(tmp_path)["ranks"][0]["steps"] == 5
 
 
-def test_sidecar_is_not_instrumented(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenTelemetry's folder instruments each Python process that has it in PYTHONPATH."""
+def test_sidecar_is_not_instrumented(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """OpenTelemetry's folder instruments each Python process that has it in PYTHONPATH.
+
+    The sidecar's PYTHONPATH contains only the user's other folders.
+    """
     from opentelemetry.instrumentation import auto_instrumentation
 
     from torchlens_perf.run import children
 
     (folder,) = auto_instrumentation.__path__
-    monkeypatch.setenv("PYTHONPATH", folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((folder, str(tmp_path), folder + os.sep)))
     monkeypatch.setattr(sys, "path", [folder, *sys.path])
-    code = "import sys; print(*(name for name in sys.modules if 'telemetry' in name))"
-    imported = subprocess.check_output(
-        [sys.executable, "-c", code], env=children.build_environment(), text=True
-    )
-    assert imported == "\n"
+    environment = children.build_environment()
+    entries = environment["PYTHONPATH"].split(os.pathsep)
+    assert str(tmp_path) in entries
+    assert not [
+        entry for entry in entries + children.build_search_path() if entry.startswith(folder)
+    ]

@@ -58,3 +58,13 @@ def test_sidecar_gets_absolute_folders_without_the_scripts_folder(
     assert not {"/script", "", "src"} & set(found)
     assert str(ROOT) in found
     assert len(set(found)) == len(found)
+
+
+def test_python_path_of_children_has_absolute_folders_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Relative folders are resolved when Python starts, and folders stay in the user's order."""
+    monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
+    monkeypatch.setenv("PYTHONPATH", "src:/x")
+
+    assert children.build_environment()["PYTHONPATH"] == "/started/in/src:/x"

@@ -42,10 +42,6 @@ _NOT_INHERITED = (
     "LOCAL_RANK",
     "NVTX_INJECTION64_PATH",
     "CUDA_INJECTION64_PATH",
-    # SEARCH_PATH replaces it. Tools such as opentelemetry-instrument prepend a folder whose
-    # sitecustomize instruments every Python process. Children must not create spans for this
-    # package's own requests.
-    "PYTHONPATH",
     # These variables debug the user's program. With PYTHONWARNINGS=error, for example, a library's
     # DeprecationWarning would end the sidecar.
     "PYTHONWARNINGS",
@@ -55,6 +51,9 @@ _NOT_INHERITED = (
     "PYTHONVERBOSE",
 )
 _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcount", "tracemalloc")
+# opentelemetry-instrument prepends this folder to PYTHONPATH to instrument every Python process.
+# Children must not create spans for this package's own requests.
+_INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
 # NumPy's libraries start one thread per processor on import. The threads double the import time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -122,14 +121,16 @@ def build_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
     base: environment to start from, by default os.environ.
     """
-    inherited = {
+    found = {
         name: value
         for name, value in (os.environ if base is None else base).items()
         if name not in _NOT_INHERITED
     }
+    if "PYTHONPATH" in found:
+        found["PYTHONPATH"] = _make_pythonpath_absolute(found["PYTHONPATH"])
+    found.update(dict.fromkeys(_THREADS, "1"))
     return {
-        **inherited,
-        **dict.fromkeys(_THREADS, "1"),
+        **found,
         CHILD: "1",
         "CUDA_VISIBLE_DEVICES": "",
         SEARCH_PATH: "\n".join(build_search_path()),
@@ -174,13 +175,39 @@ def build_search_path() -> list[str]:
     """
     entries = [
         entry
-        for entry in dict.fromkeys(entry for entry in sys.path if isinstance(entry, str))
-        if os.path.isabs(entry) and "\n" not in entry
+        for entry in sys.path
+        if isinstance(entry, str) and os.path.isabs(entry) and "\n" not in entry
+    ]
+    entries = [
+        entry for entry in dict.fromkeys(entries) if not entry.rstrip(os.sep).endswith(_INSTRUMENTS)
     ]
     rest = [entry for entry in entries if entry != _script_folder()]
     if not all(_is_importable(name, rest) for name in _SIDECAR_LIBRARIES):
         rest = entries
     return rest if _ROOT in rest else [*rest, _ROOT]
+
+
+def _make_pythonpath_absolute(text: str) -> str:
+    """Replace the relative entries of a PYTHONPATH by absolute ones from `sys.path`.
+
+    Python resolved these entries at startup. The working directory may have changed since then.
+    """
+    entries = []
+    for entry in text.split(os.pathsep):
+        end = os.sep + os.path.normpath(entry)
+        known = (
+            each
+            for each in sys.path
+            if isinstance(each, str) and os.path.isabs(each) and each.endswith(end)
+        )
+        if os.path.isabs(entry) or not entry:
+            entries.append(entry)
+        else:
+            entries += [next(known, "")]
+    entries = [
+        entry for entry in entries if entry and not entry.rstrip(os.sep).endswith(_INSTRUMENTS)
+    ]
+    return os.pathsep.join(entries)
 
 
 def _why_not_interpreter(path: object) -> str:
