@@ -21,7 +21,7 @@ from torch import nn
 import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
-from tests.view.test_terminal import SHORT_LINES_OK
+from tests.view.test_terminal import SHORT_LINES
 from torchlens_perf import watching
 from torchlens_perf.hooks.collectives.hook import is_tapped_by_another_tool
 from torchlens_perf.recorder import rank_metadata
@@ -93,8 +93,8 @@ def test_short_report_is_printed_at_the_end_of_a_watch(
 
     assert out == ""
     assert "60 steps" in err
-    assert f"  full report torchlens-perf report {watch.run_dir}\n" in err
-    assert err.count("\n") <= SHORT_LINES_OK
+    assert f"  full report torchlens-perf report {watch.run_dir} --all\n" in err
+    assert err.count("\n") <= SHORT_LINES
     assert "Typical step" not in err
     assert "Typical step" in made.report.read_text()
     assert made.report.read_text().count("  directory   ") == 1

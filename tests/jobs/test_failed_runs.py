@@ -106,7 +106,8 @@ def test_failure_is_in_the_printed_report_and_in_the_exit_code(tmp_path: Path) -
     for text in (done.stderr, asked.stdout):
         title, *lines = text.partition("torchlens_perf  ")[2].splitlines()
         assert ", failed after" in title
-        assert next(filter(None, lines)).split()[0] == "FAILED"
+        first = next(line for line in lines if line and not line.startswith("  status "))
+        assert first.split()[0] == "FAILED"
         assert "forward   in step 15" in text
         assert "  OK " not in text
     assert asked.returncode == 1

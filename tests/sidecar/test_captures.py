@@ -340,7 +340,7 @@ def test_capture_command_exits_0_only_if_there_is_a_trace(
         )
     answering.join(5)
     assert ("no trace: the disk is full" in out.getvalue()) is not traced
-    assert ("requested: ranks 0" in out.getvalue()) is not bool(quiet)
+    assert ("requested: rank 0" in out.getvalue()) is not bool(quiet)
     assert ("trace.json.gz  5 bytes" in out.getvalue()) is traced
     assert out.getvalue().endswith("\nopen traces in ui.perfetto.dev\n") is (traced and not quiet)
     for rank in ranks:
@@ -489,7 +489,7 @@ def test_capture_command_waits_until_the_first_steps_are_read(node: Node, before
         # No rank answers.
         assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "6"]) == 1
     reading.join(5)
-    assert out.getvalue().startswith("requested: ranks 0, ")
+    assert out.getvalue().startswith("requested: rank 0, ")
     rank.close()
 
 

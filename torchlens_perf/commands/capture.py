@@ -18,7 +18,7 @@ from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import printable
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS, TRACE
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.run.rank_ranges import format_rank_list
 
 if TYPE_CHECKING:
     from torchlens_perf.run.captures import Request
@@ -34,7 +34,7 @@ def _run_capture(options: argparse.Namespace) -> int:
     request = _request_when_ready(run, options)
     if not options.quiet:
         print(
-            f"requested: ranks {format_ranges(request.ranks)}, {request.steps} steps from step"
+            f"requested: {format_rank_list(request.ranks)}, {request.steps} steps from step"
             f" {request.from_step} on"
         )
         print("torch.profiler may write messages (USDT, Kineto) to the job's stderr")
@@ -66,13 +66,13 @@ def _wait_for_results(run: RunDirectory, request: Request, options: argparse.Nam
     rows: list[Capture] = []
     deadline_s = time.monotonic() + options.timeout
     while missing:
-        ranks = format_ranges(sorted(missing))
-        with Progress(f"waiting for ranks {ranks}", quiet=options.quiet) as progress:
+        ranks = format_rank_list(sorted(missing))
+        with Progress(f"waiting for {ranks}", quiet=options.quiet) as progress:
             progress(len(rows), len(request.ranks))
             new = _wait_for_next_results(run, request, missing, deadline_s)
         if not new:
             print(
-                f"no answer from ranks {ranks} within {options.timeout:g} s. Next: torchlens-perf"
+                f"no answer from {ranks} within {options.timeout:g} s. Next: torchlens-perf"
                 f" report {printable(path)}, or see {printable(path)}/nodes/*.log"
             )
             return 1

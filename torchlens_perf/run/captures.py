@@ -156,7 +156,9 @@ def write_capture_file(path: Path, value: Request | Outcome) -> None:
     """Write a request or an outcome to a file atomically. Raise OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        ownership.write_private_file(partial, json.dumps(dataclasses.asdict(value), indent=1))
+        text = json.dumps(dataclasses.asdict(value), indent=1, ensure_ascii=False)
+        # JSON has no lone surrogates, which an exception's text may have.
+        ownership.write_private_file(partial, text.encode(errors="replace"))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -65,6 +65,8 @@ class Headline:
     command: str
     """A shell command to copy; "" if no command helps."""
     is_over: bool
+    numbers: str = ""
+    """The ranks without their host, such as "1,4-7"; "" if the verdict is on all ranks."""
     places: tuple[str, ...] = ()
     """Where groups of ranks are in a hang, as texts."""
     loss: str = ""
@@ -134,8 +136,8 @@ def choose_headline(found: Sequence[Headline]) -> Headline | None:
 
 
 def describe_status(found: Sequence[Headline]) -> str:
-    """Return status and ranks of the current problems: "BOTTLENECK + SLOW RANK 1 (node-0)"."""
-    words = (f"{each.status} {each.ranks}".rstrip() for each in list_current(found))
+    """Return status and ranks of the current problems: "BOTTLENECK + SLOW RANK 1"."""
+    words = (f"{each.status} {each.numbers}".rstrip() for each in list_current(found))
     return " + ".join(dict.fromkeys(words))
 
 
@@ -154,6 +156,7 @@ def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
         action=printable(f"{row.action} {row.because}".rstrip()),
         command=_suggested_command(row, report, run_dir),
         is_over=row.is_over,
+        numbers=format_ranges(row.ranks),
         places=tuple(map(printable, row.evidence.places)),
         loss=_describe_loss(row, report),
         paid_once_s=row.lost_s if row.evidence.paid_once_of else None,

@@ -191,7 +191,7 @@ class OptimizerHook:
 
         def on_step_end(optimizer: Any, args: Any, kwargs: Any) -> None:
             nonlocal calls
-            begun_ns = recorder.now_ns() - recorder.tool_ns
+            begun_ns = recorder.now_ns()
             if not thread.is_current():
                 return
             recorder.show_open_step()
@@ -200,10 +200,11 @@ class OptimizerHook:
             while opened:
                 identity, name_id = opened.pop()
                 if identity == id(optimizer):
+                    # The end of a span is charged there. It may wait for the device.
+                    recorder.add_overhead(recorder.now_ns() - begun_ns)
                     if name_id is not None:
                         recorder.end(_OPTIMIZER, name_id)
                     break
-            recorder.add_overhead(recorder.now_ns() - recorder.tool_ns - begun_ns)
             if not opened:
                 self._loop.on_optimizer_step(optimizer, calls=calls)
                 calls = 0
