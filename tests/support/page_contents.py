@@ -124,6 +124,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
     compared_work = np.where(compared, work, np.nan)
     slow: SlowPeriod = {
         "rank": slow_rank,
+        "label": f"rank {slow_rank}",
         "phase": "forward",
         "since_step": since,
         "until_step": None,

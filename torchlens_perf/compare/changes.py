@@ -15,14 +15,12 @@ import enum
 import itertools
 import math
 import statistics
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Floats = npt.NDArray[np.float64]
 
-    Floats = npt.NDArray[np.float64]
 
 # Probability that one family of tests reports any change of equal sides: 5 % for a comparison of
 # two. The step with its parts is one family and the details are the other one, so that many modules

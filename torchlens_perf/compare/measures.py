@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_duration
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.report import Collective, Rank, Report
 from torchlens_perf.view.rank_tables import compute_s, mean_parts, parts_by_rank
 from torchlens_perf.view.theme import PARTS
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Collective, Rank, Report
 
 
 class Kind(enum.Enum):

@@ -6,22 +6,17 @@ Neighbouring steps are alike, so single steps are no independent samples. A movi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.store.reader import ParquetFile, ParquetFolder
+from torchlens_perf.store.reader import ParquetFile, ParquetFolder, UnreadableFileError
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
+Floats = npt.NDArray[np.float64]
 
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.store.reader import UnreadableFileError
-
-    Floats = npt.NDArray[np.float64]
 
 _RESAMPLES = 200
 _MIN_BLOCK_STEPS = 8

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import ChainMap
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torchlens_perf.verdicts.kinds import BAD, WARNING
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.headline import Headline, build_headlines, fact_text
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+Key = tuple[object, ...]
 
-    from torchlens_perf.verdicts.words.report import Report
-
-    Key = tuple[object, ...]
 
 _MOST = 0.5
 # Facts that other runs of the same job may not share, and that do not identify a verdict.

@@ -58,6 +58,8 @@ class SlowPeriod(TypedDict):
     """
 
     rank: int
+    label: str
+    """The rank, or its slow node or position, in words; "" if that is in the label of another rank."""
     phase: str
     since_step: int
     until_step: int | None

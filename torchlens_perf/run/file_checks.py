@@ -11,6 +11,9 @@ import stat
 
 from torchlens_perf.interruption import ours
 
+CLOCK_TICK_NS = 50_000_000
+"""Longer than the tick of any kernel, which is the resolution of modification times."""
+
 
 def is_missing(path: str | os.PathLike[str], *, follow_links: bool = True) -> bool:
     """Return True if nothing has this path; False if a failing disk does not tell.

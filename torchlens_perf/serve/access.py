@@ -17,18 +17,15 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchlens_perf.page.document.html import LIVE_POLICY
 from torchlens_perf.serve.list_page import build_page
 from torchlens_perf.serve.static_files import OPENING_SCRIPT, static_address
 from torchlens_perf.view.markup import tag
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TOKEN_HEADER = "torchlens-perf-token"
 ON_TOKEN = "torchlens_perf.on_token"

@@ -22,9 +22,9 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import (
     HTMLResponse,
     JSONResponse,
@@ -56,8 +56,6 @@ from torchlens_perf.serve.static_files import (
 )
 from torchlens_perf.store.run_folders import FoundRun
 
-if TYPE_CHECKING:
-    from starlette.requests import Request
 # Numbers of readers for quick calls, for whole runs and for the list of runs. Slow calls must not
 # delay quick calls.
 _QUICK, _SLOW, _LISTING = 2, 2, 1

@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.errors import ConfigError, RunStoreError
@@ -28,14 +28,12 @@ from torchlens_perf.run.captures import (
     TRACE,
     Request,
 )
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.store.run_folders import NotFoundError, open_run
+from torchlens_perf.verdicts.words.report import Capture
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
-
-if TYPE_CHECKING:
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.words.report import Capture
 
 BLOCK_BYTES = 1 << 20
 _FILES = {TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS, "capture.json"}

@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchlens_perf.serve.live_page import RenderedPage, render_page
+from torchlens_perf.serve.readers import ReaderCall, ReaderPool
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import last_change_ns
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
-
-if TYPE_CHECKING:
-    from torchlens_perf.serve.readers import ReaderCall, ReaderPool
 
 LOOK_INTERVAL_S = 1.0
 # An ended run can be restarted, so the server continues to poll it.

@@ -11,7 +11,6 @@ import gzip
 import json
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes
@@ -31,12 +30,10 @@ from torchlens_perf.serve.list_page import ROOT, build_page
 from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.serve.static_files import LIVE_SCRIPT, PAGE_SCRIPT, STYLE, static_address
 from torchlens_perf.store.run_folders import open_run
+from torchlens_perf.verdicts.words.report import Capture
 from torchlens_perf.view.html import build_table, cut_middle
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table
-
-if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Capture
 
 # Use the fastest level, since a live page is compressed every few seconds.
 _GZIP_LEVEL = 1

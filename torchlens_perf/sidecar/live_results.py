@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run import mailbox
-from torchlens_perf.sidecar.rings.sources import CLOCK_TICK_NS
+from torchlens_perf.run.file_checks import CLOCK_TICK_NS
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory

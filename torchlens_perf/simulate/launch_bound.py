@@ -9,17 +9,13 @@ AHEAD more steps.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.errors import require
 from torchlens_perf.run.records import OWN_PARTS
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.simulate.simulation import SimulatedSteps, Topology
+from torchlens_perf.simulate.simulation import SimulatedSteps, Topology
 
 AHEAD = 4
 """A host waits for room in its queue when the device is this many steps behind."""

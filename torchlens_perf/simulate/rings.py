@@ -17,13 +17,15 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.config import Config
 from torchlens_perf.recorder.rank_metadata import RankMetadata
-from torchlens_perf.run.directory import create_ring
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.directory import RunDirectory, create_ring
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rank_facts import DeviceClockQuality
@@ -31,13 +33,7 @@ from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind
 from torchlens_perf.simulate.launch_bound import AHEAD, PHASES, LaunchBoundTimes
 from torchlens_perf.simulate.recorder import SimulatedRecorder
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.run.clock import Anchor
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.simulate.simulation import SimulatedSteps, Topology
+from torchlens_perf.simulate.simulation import SimulatedSteps, Topology
 
 MAX_RANKS = 1024
 # Each rank needs an open file in its recorder and another one in the sidecar.

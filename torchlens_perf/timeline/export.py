@@ -15,29 +15,25 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchlens_perf.errors import RunStoreError, printable
+from torchlens_perf.page.contents import JoinedCollective, SlowPeriod
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.run_contents import collect_ranks
 from torchlens_perf.page.gather.step_choice import choose_ranks
 from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.whole_steps import read_rank_records
 from torchlens_perf.report.run_report import load_report_and_states
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.hardware_samples import GPUS
-from torchlens_perf.store.reader import ParquetFolder, make_error_collector
+from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 from torchlens_perf.store.segments import find_kept_step_range
 from torchlens_perf.timeline.slices import MatchedCollective, Track, build_tracks
 from torchlens_perf.timeline.trace_writer import TraceWriter
-from torchlens_perf.view.headline import build_headlines
-
-if TYPE_CHECKING:
-    from torchlens_perf.page.contents import JoinedCollective, SlowPeriod
-    from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.store.reader import ParquetFile
-    from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.words.report import Report
-    from torchlens_perf.view.headline import Headline
+from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.view.headline import Headline, build_headlines
 
 DEFAULT_LIMIT_BYTES = 20_000_000
 MAX_RANKS = 64
@@ -90,7 +86,7 @@ def write_trace(
         )
     source = _TraceSource(run, processes, node_of, chosen, uncomparable, notes)
     if steps is None:
-        begins = [each["since_step"] for each in slow]
+        begins = sorted(each["since_step"] for each in slow)
         first, last = _choose_window(source, first, last, begins, limit_bytes, notes)
     partial = path.parent / f".{path.name}.partial"
     heads = build_headlines(report, str(run.path))

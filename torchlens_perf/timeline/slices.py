@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.collectives.semantics import parse_collective_name
 from torchlens_perf.page.gather.node_clocks import SEQUENCE_MASK
 from torchlens_perf.page.gather.step_trace import LANES, assign_free_rows, assign_lanes
 from torchlens_perf.run.ring import Flag, Kind, kind_name
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from torchlens_perf.store.segments import ProcessRecords
+from torchlens_perf.store.segments import ProcessRecords
 
 _WITHOUT_MODULES = {"modules": "not timed in this step"}
 

@@ -99,7 +99,7 @@ def choose_ranks(
     if len(rows) <= MAX_RANKS:
         return sorted(rows)
     named = [verdict.rank for verdict in report["verdicts"] if verdict.rank in rows]
-    named += [each["rank"] for each in reversed(slow) if each["rank"] in rows]
+    named += [each["rank"] for each in slow if each["rank"] in rows]
     by_compute = sorted(rows, key=lambda rank: -compute_s(rows[rank]))
     chosen = list(dict.fromkeys([*(rank for rank in named if rank is not None), *by_compute]))[
         :_SLOW

@@ -18,6 +18,7 @@ from torchlens_perf.page.gather.step_grid import (
 )
 from torchlens_perf.page.matrix import encode_durations
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
@@ -167,17 +168,23 @@ def _describe_columns(grid: StepGrid) -> MatrixColumns:
 
 
 def slow_periods(findings: Findings) -> list[SlowPeriod]:
-    """Return the ranges of steps in which ranks were slow, earliest first."""
+    """Return the ranges of steps in which ranks were slow: those of ranks that are still slow first,
+    then by their cost."""
+    label_of = {
+        rank: f"{group.name} (ranks {format_ranges(group.ranks)})" * (rank == group.lead.rank)
+        for group in findings.groups
+        if group.name
+        for rank in group.ranks
+    }
     return [
         {
             "rank": each.rank,
+            "label": ({} if each.is_over else label_of).get(each.rank, f"rank {each.rank}"),
             "phase": each.phase,
             "since_step": each.since_step,
             "until_step": each.until_step,
         }
-        for each in sorted(
-            findings.episodes, key=lambda episode: (episode.since_step, episode.rank)
-        )
+        for each in findings.episodes
     ]
 
 

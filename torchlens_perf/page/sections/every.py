@@ -53,11 +53,12 @@ def _slow_ranks_caption(slow: Sequence[SlowPeriod]) -> str:
     if not slow:
         return "No slow rank."
     named = [
-        f"rank {each['rank']} {format_step_range(each['since_step'], each['until_step'])}"
-        for each in slow[:_MAX_TIMES]
+        f"{each['label']} {format_step_range(each['since_step'], each['until_step'])}"
+        for each in slow
+        if each["label"]
     ]
-    rest = f" and {len(slow) - _MAX_TIMES} more times" if len(slow) > _MAX_TIMES else ""
-    return f"Slow: {'; '.join(named)}{rest}."
+    rest = f" and {len(named) - _MAX_TIMES} more" if len(named) > _MAX_TIMES else ""
+    return f"Slow: {'; '.join(named[:_MAX_TIMES])}{rest}."
 
 
 def _build_step_time_section(contents: PageContents) -> Element | None:

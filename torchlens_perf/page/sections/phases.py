@@ -19,7 +19,7 @@ from torchlens_perf.view.rank_tables import mean_parts, part_name, step_parts
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS as NAMES
 
-_MAX_BARS = 8
+_MAX_BARS, _MIN_OTHERS = 8, 2
 # The caption reports the gap of a slow rank if it exceeds this share of the rank's step.
 _MIN_GAP = 0.01
 _HIDDEN = "The devices wait for other ranks, so device times cannot show which host is slow."
@@ -31,7 +31,11 @@ def build_phases_section(contents: PageContents) -> Element | None:
     rows = [rank for rank in ranks_by_prominence(report) if rank["typical"] is not None]
     if not rows:
         return None
-    shown = rows[:_MAX_BARS]
+    named = ranks_in_verdicts(report)
+    # Slow ranks are compared with others.
+    others = [rank for rank in rows if rank["rank"] not in named]
+    slow = [rank for rank in rows if rank["rank"] in named][: _MAX_BARS - len(others[:_MIN_OTHERS])]
+    shown = [*slow, *others][:_MAX_BARS]
     own = report["steps"]["own_time"]
     hidden = own is not None and own["is_hidden"]
     made = [

@@ -30,7 +30,8 @@
       this.warmUp = Math.min(steps.end, steps.begin + (this.page.contents.report.steps.warm_up ?? 0));
       const isWarm = (_, at) => steps.first[at] >= this.warmUp;
       const most = (values) => Math.max(0, ...values.filter((value, at) => value !== null && isWarm(value, at)));
-      const room = 1.08 + 0.08 * Math.min(3, steps.slow.length);
+      this.slow = steps.slow.filter((each) => each.label).slice(0, 3);
+      const room = 1.08 + 0.08 * this.slow.length;
       const top = room * Math.min(most(bands.max_s), HEADROOM * most(bands.p95_s)) || Math.max(0, ...bands.max_s) || 1;
       this.explain([
         [colours.median, this.page.contents.report.run.world_size > 1 ? "median of all ranks" : "median"],
@@ -67,12 +68,12 @@
       const { steps, colours } = this;
       ctx.fillStyle = colours.raised;
       ctx.fillRect(at(steps.begin), 0, at(this.warmUp) - at(steps.begin), height);
-      for (const [place, { rank, since_step, until_step }] of steps.slow.slice(0, 3).entries()) {
+      for (const [place, { label, since_step, until_step }] of this.slow.entries()) {
         const left = Math.max(0, at(Math.max(since_step, steps.begin)));
         const right = at(until_step ?? steps.end);
         torchlens.shade(ctx, colours.slower, 0.25, left, place * 16, right - left, 15);
         ctx.fillStyle = colours.text;
-        ctx.fillText(`rank ${rank} slow`, left + 4, place * 16 + 12);
+        ctx.fillText(`${label} slow`, left + 4, place * 16 + 12);
       }
     }
 
@@ -87,10 +88,9 @@
         `median ${duration(bands.p50_s[column])}, p95 ${duration(bands.p95_s[column])}`,
         `longest ${duration(bands.max_s[column])}`,
         ...(row === undefined ? [] : [`rank ${view.rank}: ${duration(steps.step[row * steps.columns + column])}`]),
-        ...steps.slow
+        ...this.slow
           .filter((slow) => slow.since_step <= x && x < (slow.until_step ?? steps.end))
-          .slice(0, 3)
-          .map((slow) => `rank ${slow.rank} is slow in ${short(slow.phase, 40)}`),
+          .map((slow) => `${slow.label} is slow in ${short(slow.phase, 40)}`),
         ...(steps.first[column] < this.warmUp ? ["warm-up"] : []),
         ...(steps.flags[column].length ? [`also: ${short(steps.flags[column].join(", "), 80)}`] : []),
       ];

@@ -16,6 +16,7 @@ from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory, is_writer_running
+from torchlens_perf.run.file_checks import CLOCK_TICK_NS
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rank_facts import RankFacts, SidecarSettings, decode_path
@@ -31,8 +32,6 @@ _NO_RINGS = "no ring file of this node was found: it was removed, or no rank has
 # The state keeps statistics of this many process generations. Each takes 10 KB a rank or more.
 _MAX_GENERATIONS = 32
 _LIST_INTERVAL_S = 30.0
-CLOCK_TICK_NS = 50_000_000
-"""Longer than the tick of any kernel, which is the resolution of modification times."""
 
 
 class RingSources:
