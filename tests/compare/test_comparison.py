@@ -144,7 +144,7 @@ def test_result_that_is_not_known_comes_with_the_runs_that_would_tell(runs: Path
 def test_change_that_cannot_be_seen_is_none(
     runs: Path, measure: Measure, before: float, after: float, outcome: Outcome
 ) -> None:
-    """All runs of a side have the same value, so that any difference is above their noise."""
+    """All runs of a side have the same value. Any difference is therefore above their noise."""
     compared = compare_runs(side(runs, "before"), side(runs, "again"))
     sides = [
         [replace(run, values={**run.values, measure: value}, noise={}) for run in each]

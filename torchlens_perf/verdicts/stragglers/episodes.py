@@ -213,17 +213,17 @@ def compute_shared_costs(
         for first in range(0, len(others), len(together))
     ]
     cost_ns = _gain_without_last_ns(np.stack([*teams, slow.max(axis=0)]))
-    last_healthy, last = healthy.max(axis=0), np.concatenate([healthy, slow]).max(axis=0)
+    last_healthy = healthy.max(axis=0)
     noise_ns = float(np.median(_gains_without_each_ns(healthy)))
     lone = np.clip(slow - last_healthy, 0, None).mean(axis=1)
-    gains = (
-        last - np.maximum(last_healthy, slow[units != unit].max(axis=0, initial=0))
-        for unit in units
-    )
+    _, unit_of_each = np.unique(units, return_inverse=True)
+    of_units = np.zeros((unit_of_each.max() + 1, slow.shape[1]), slow.dtype)
+    np.maximum.at(of_units, unit_of_each, slow)
+    gains = _gains_without_each_ns(np.vstack([last_healthy, of_units]))[1 + unit_of_each]
     return [
         SharedCost(
             cost_ns,
-            min(cost_ns, float(gain.mean())),
+            min(cost_ns, float(gain)),
             min(cost_ns, max(0.0, float(alone) - noise_ns)),
         )
         for gain, alone in zip(gains, lone, strict=True)

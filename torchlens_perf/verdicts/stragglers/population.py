@@ -324,12 +324,8 @@ class Population:
         if not len(keys) or not slow.any() or slow.all():
             return dict.fromkeys(ranks)
         numbers = window.ranks[present[slow]]
-        units = np.array(
-            [
-                next((-1 - at for at, group in enumerate(groups) if rank in group.ranks), rank)
-                for rank in numbers.tolist()
-            ]
-        )
+        unit_of = {rank: -1 - at for at, group in enumerate(groups) for rank in group.ranks}
+        units = np.array([unit_of.get(rank, rank) for rank in numbers.tolist()])
         found = compute_shared_costs(window, present[slow], present[~slow], keys, units)
         # As in measure_episode(), a cost never exceeds the excess: the job may also wait because a
         # rank lacks a CPU, but this wait is not part of the rank's excess.

@@ -81,14 +81,19 @@ def _build_all_verdicts(
         bool(now) or slow_before or bool(not findings.compared and find_unequal_work(findings))
     )
     typical, *long = build_step_verdicts(report, waits_explained=explained)
-    grows: list[Verdict] = []
     # A rank that becomes slow makes later steps longer, but the step time does not grow steadily.
-    if not now and not slow_before:
-        grows = build_growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_kinds(typical))
-    if grows:
-        long = [each for each in long if not is_explained_by_growth(report, each)]
+    grows = (
+        build_growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_kinds(typical))
+        if not now and not slow_before
+        else []
+    )
     slow = [each for each in (*now, *before) if each.traits.name == "straggler"]
-    long = [each for each in long if not any(_is_of_slow_rank(each, one) for one in slow)]
+    long = [
+        each
+        for each in long
+        if not (grows and is_explained_by_growth(report, each))
+        and not any(_is_of_slow_rank(each, one) for one in slow)
+    ]
     typical = _replace_if_spans_too_deep(report, typical)
     if now and "lack_of_cpu" in named_kinds(typical):
         now = [without_cpu_check(each) for each in now]
@@ -116,10 +121,10 @@ def _is_of_slow_rank(verdict: Verdict, slow: Verdict) -> bool:
 
 def _share_slow_before(findings: Findings, steps: int) -> float:
     """Return the length of the longest ended episode of a slow rank, as a share of all steps."""
-    over = findings.slow_before
-    return max(
-        (each.until_step - each.since_step for each in over if each.until_step), default=0
-    ) / max(1, steps)
+    lengths = (
+        each.until_step - each.since_step for each in findings.slow_before if each.until_step
+    )
+    return max(lengths, default=0) / max(1, steps)
 
 
 def _merge_same_causes(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
