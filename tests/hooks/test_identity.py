@@ -57,7 +57,7 @@ def test_modules_are_timed_whatever_their_comparison_does(
 ) -> None:
     """The optimizers, the loader and the data set also belong to such classes."""
     model = make(Pair, members)(members)
-    parameters = list(module_tree.parameters(model))
+    parameters = [each for _, each in module_tree.named_parameters(model)]
     optimizers = [make(torch.optim.SGD, members)(parameters[i : i + 2], lr=0.1) for i in (0, 2)]
     data = make(torch.utils.data.TensorDataset, members)(torch.ones(8, 2))
     loader = make(torch.utils.data.DataLoader, members)(data, batch_size=2)
@@ -81,9 +81,11 @@ def test_walk_finds_what_torch_finds(shared: bool) -> None:
 
     assert list(module_tree.named_modules(model)) == list(model.named_modules())
     assert list(module_tree.named_children(model)) == list(model.named_children())
-    found = map(id, module_tree.parameters(model))
-    assert list(found) == list(map(id, model.parameters()))
-    assert list(module_tree.modules(model)) == list(model.modules())
+    found, expected = (
+        [(name, id(each)) for name, each in named]
+        for named in (module_tree.named_parameters(model), model.named_parameters())
+    )
+    assert found == expected
 
 
 def test_captured_graph_is_known_by_identity_until_it_is_deleted() -> None:

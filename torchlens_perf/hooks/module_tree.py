@@ -30,15 +30,7 @@ def named_modules(root: Module) -> Iterator[tuple[str, Module]]:
 
 
 def modules(root: Module) -> Iterator[Module]:
-    """Yield the module and all modules inside it, each once, outermost first."""
-    seen: set[int] = set()
-    waiting: list[Module | None] = [root]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            waiting += reversed(module._modules.values())
+    return (module for _, module in named_modules(root))
 
 
 def named_children(module: Module) -> list[tuple[str, Module]]:
@@ -50,7 +42,15 @@ def named_children(module: Module) -> list[tuple[str, Module]]:
     return list(found.values())
 
 
-def parameters(root: Module) -> list[Parameter]:
-    """Return all parameters inside a module, each once."""
-    every = (each for module in modules(root) for each in module._parameters.values())
-    return list({id(each): each for each in every if each is not None}.values())
+def named_parameters(root: Module) -> Iterator[tuple[str, Parameter]]:
+    """Yield all parameters inside a module with their names, each once."""
+    seen: set[int] = set()
+    for prefix, module in named_modules(root):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}.{name}".lstrip("."), parameter
+
+
+def parameters(root: Module) -> Iterator[Parameter]:
+    return (parameter for _, parameter in named_parameters(root))

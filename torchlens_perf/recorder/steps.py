@@ -131,11 +131,6 @@ class StepRule:
             and (passed is None or self._turns.is_known)
         )
 
-    @property
-    def is_alone(self) -> bool:
-        """True if only one optimizer has stepped for some time."""
-        return self.alone >= _ALONE_AFTER and not self._others
-
     def _count_step_end(self) -> bool:
         """Count a step that has ended. Return False if only w.step() ends steps."""
         if not self.manual:

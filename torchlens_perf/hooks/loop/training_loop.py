@@ -177,8 +177,6 @@ class TrainingLoop:
         self._accumulation = AccumulationCounter(session.thread)
         self.called = CalledModules()
         """The outermost modules that were called, such as wrappers of watched models."""
-        # The newest of them, and the number of steps of all optimizers before its first call.
-        self._newest: tuple[Callable[[], Any], int] = (lambda: None), -1
         # True if a module or an optimizer is new since trained models were last looked for.
         self._has_news = False
         # Optimizers that have stepped, by id. The id of a deleted optimizer may be reused.
@@ -190,8 +188,6 @@ class TrainingLoop:
         self._handed_over: list[_GradientSample] | None = None
         # Results of _get_patience(), by ids of the optimizer and of the one that ends steps.
         self._patience: dict[tuple[int, int], int | None] = {}
-        # Ids of optimizers that have ended several steps in a row without steps of others.
-        self._trained_alone: set[int] = set()
         self._elsewhere: set[int] = set()  # Ids of optimizers that step on other threads.
         self._models_given = False
         self._roots: list[_WatchedModel] = []
@@ -245,7 +241,6 @@ class TrainingLoop:
     def on_new_module(self, module: Module) -> None:
         """Handle the first call of an outermost module, which may be a model that is trained."""
         self.called.add(module)
-        self._newest = weakref.ref(module), self._recorder.optimizer_steps
         self._has_news = True
         self._take_over()  # The next step of an optimizer looks for trained models.
 
@@ -417,20 +412,17 @@ class TrainingLoop:
         *,
         is_new: bool = False,
     ) -> None:
-        ignored, alone = self._rule.ignores_passed, self._rule.is_alone
+        ignored = self._rule.ignores_passed
         before = self._rule.ending
         ending = self._optimizers.get(before or 0)
         lives = ending is None or ending.reference() is not None
         patience = None
         if stepping is not None and ending is not None and (before != optimizer or is_new):
             patience = self._get_patience(stepping, ending, is_new=is_new)
-            if patience is None and alone and self._trains_next_model(stepping, is_new=is_new):
-                patience = 0
         ends = self._rule.on_optimizer_step(
             optimizer, position, ending_lives=lives, patience=patience
         )
-        if before is not None and before != self._rule.ending:
-            self._trained_alone |= {before} if alone else set()
+        if before not in (None, self._rule.ending):
             self._evaluations.restart()
             if stepping is not None:
                 self._begin_training(stepping, ending)
@@ -499,7 +491,6 @@ class TrainingLoop:
             self._recorder.optimizer_steps,
         )
         self._optimizers[id(optimizer)] = added
-        self._trained_alone.discard(id(optimizer))
         self._patience.clear()
         self._recorder.passes_name = self._session.intern(WITHOUT_GRADIENTS)
         self._accumulation.add_optimizer(optimizer)
@@ -552,21 +543,6 @@ class TrainingLoop:
             )
             else 0
         )
-
-    def _trains_next_model(self, optimizer: Optimizer, *, is_new: bool) -> bool:
-        """Return True if the loop goes on with the model of this optimizer, as with the next fold.
-
-        It does if the optimizer has trained alone before, or if the model was called for the first
-        time since the last step of another optimizer, which has trained alone.
-        """
-        stepped, (reference, called_at) = collect_parameter_ids([optimizer]), self._newest
-        if self._models_given and not stepped & self._watched_parameters():
-            return False
-        if not is_new:
-            return id(optimizer) in self._trained_alone
-        model = reference() if called_at == self._recorder.optimizer_steps - 1 else None
-        newest = () if model is None else module_tree.parameters(model)
-        return not stepped.isdisjoint(map(id, newest))
 
     def _begin_training(self, stepping: Optimizer, ending: _SteppedOptimizer | None) -> None:
         """Note that steps from this one on train other models, as in a search over settings.
