@@ -7,7 +7,8 @@
 `record` records each kind with two ranks, and for the seeds of `--pairs` a run without the
 bottleneck next to it. `judge` prints how often the first verdict names the planted one, and the
 precise actions on runs without a bottleneck. `gains` compares the gain that `what-if` predicts from the
-runs with the bottleneck with the measured difference to the runs without it. Do nothing else on the
+runs with the bottleneck with the measured difference to the runs without it, and this difference with
+that of equal runs. Do nothing else on the
 machine meanwhile.
 """
 
@@ -20,8 +21,10 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.measure import Table
 from benchmarks.planted_faults import REPOSITORY, environment, seeds
@@ -29,8 +32,8 @@ from torchlens_perf.diagnosis.what_if import Replay, parse_change
 from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.report.usual_steps import read_usual_steps
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.verdicts.words.evidence import LongStepsEvidence
-from torchlens_perf.verdicts.words.report import Report, mean_per_step
+from torchlens_perf.verdicts.words.long_steps import LongStepsEvidence
+from torchlens_perf.verdicts.words.report import PredictedChange, Report, mean_per_step
 
 RANKS, RUN_TIMEOUT_S = 2, 180
 # For each kind, what the first verdict must name (see _first_named), and the change that removes it.
@@ -162,25 +165,23 @@ def judge(out: Path) -> None:
     print(f"actions on {clean} runs without a bottleneck: {', '.join(actions) or 'none'}")
 
 
-def gains(out: Path) -> None:
-    """Print predicted and measured gains, as medians over the seeds.
+class Pair(NamedTuple):
+    """A run with a bottleneck and the run after it without. Times are milliseconds of a mean step."""
 
-    The measured gains of pairs for which no gain is predicted are in the last column.
-    """
-    columns = (
-        "change",
-        "predicted ms",
-        "bounds ms",
-        "measured ms",
-        "inside",
-        "error",
-        "not predicted",
-    )
-    table = Table(*columns)
+    kind: str
+    seed: str
+    change: str
+    predicted: PredictedChange | None
+    measured_ms: float
+    left_ms: float
+
+
+def read_pairs(out: Path) -> Iterator[Pair]:
+    """Yield the pairs of a folder, by kind and seed."""
     for kind, (_, text) in KINDS.items():
-        rows, missing = [], []
         for folder in sorted(out.glob(f"{kind}-*")):
-            left = folder.with_name(folder.name.replace(f"{kind}-", f"{kind}.left-"))
+            seed = folder.name.removeprefix(f"{kind}-")
+            left = folder.with_name(f"{kind}.left-{seed}")
             if not (folder / "done").exists() or not (left / "done").exists():
                 continue
             run = _run_of(folder)
@@ -191,26 +192,61 @@ def gains(out: Path) -> None:
                 continue
             slow = max(report["ranks"], key=lambda rank: rank["own_s"]["p50_s"] or 0.0)["rank"]
             replay = Replay(times, report, report["verdicts"])
-            predicted = replay.predict([parse_change(text.format(slow=slow))])
-            with_s, without_s = (
-                mean_per_step(each["steps"]["total_s"], each["steps"]) for each in (report, after)
+            change = text.format(slow=slow)
+            with_ms, left_ms = (
+                1e3 * mean_per_step(each["steps"]["total_s"], each["steps"])
+                for each in (report, after)
             )
-            measured = with_s - without_s
-            if predicted is None:
-                missing.append(f"{1e3 * measured:.2f}")
-                continue
-            rows.append((predicted.gain_s, predicted.low_s, predicted.high_s, measured))
-        figures = [""] * 5
-        if rows:
-            gain, low, high, measured = (
-                1e3 * statistics.median(each) for each in zip(*rows, strict=True)
-            )
-            inside = sum(row[1] <= row[3] <= row[2] for row in rows)
-            error = abs(gain - measured) / measured if measured else float("nan")
-            figures = [f"{gain:.2f}", f"{low:.2f} to {high:.2f}", f"{measured:.2f}",
-                       f"{inside} of {len(rows)}", f"{error:.0%}"]  # fmt: skip
-        if rows or missing:
-            table.row(text, *figures, ", ".join(missing))
+            predicted = replay.predict([parse_change(change)])
+            yield Pair(kind, seed, change, predicted, with_ms - left_ms, left_ms)
+
+
+def estimate_noise_ms(pairs: list[Pair]) -> dict[str, float]:
+    """Return for each seed how far the difference of two runs may be from the gain: two standard
+    deviations of the difference of two runs that are equal.
+
+    All runs of a seed without a bottleneck are equal, but for those with half of a module.
+    """
+    return {
+        seed: 2 * 2**0.5 * statistics.stdev(p.left_ms for p in pairs if _is_equal(p, seed))
+        for seed in {pair.seed for pair in pairs}
+    }
+
+
+def _is_equal(pair: Pair, seed: str) -> bool:
+    return pair.seed == seed and pair.kind not in _LEFT
+
+
+def gains(out: Path) -> None:
+    """Print the predicted and the measured gain of each pair, and how many are inside the bounds.
+
+    Equal runs differ by more than some bounds are wide. A measured gain is therefore an interval, too.
+    """
+    pairs = list(read_pairs(out))
+    noise_ms = estimate_noise_ms(pairs)
+    table = Table(
+        "kind", "seed", "change", "predicted ms", "bounds ms", "measured ms", "noise ms", "inside"
+    )
+    inside: Counter[str] = Counter()
+    needed: list[float] = []
+    for kind, seed, change, predicted, measured_ms, _ in pairs:
+        row = f"{measured_ms:.1f}", f"{noise_ms[seed]:.1f}"
+        if predicted is None:
+            table.row(kind, seed, change, "none", "", *row, "")
+            continue
+        gain, low, high = (
+            1e3 * each for each in (predicted.gain_s, predicted.low_s, predicted.high_s)
+        )
+        outside_ms = max(low - measured_ms, measured_ms - high, 0.0)
+        needed.append(abs(measured_ms - gain) / ((high - low) / 2))
+        verdict = "no" if outside_ms > noise_ms[seed] else "within noise" if outside_ms else "yes"
+        inside[verdict] += 1
+        table.row(kind, seed, change, f"{gain:.1f}", f"{low:.1f} to {high:.1f}", *row, verdict)
+    print(
+        f"{inside['yes']} of {len(needed)} measured gains are inside the bounds, and"
+        f" {inside['within noise']} more within the noise of the measurement. Bounds"
+        f" {sorted(needed)[int(0.9 * len(needed))]:.2f} times as wide have nine of ten inside."
+    )
 
 
 def main() -> int:
