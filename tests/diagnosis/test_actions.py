@@ -388,6 +388,23 @@ def test_verdict_gets_a_precise_action_and_the_figures_behind_it() -> None:
     assert [each.because for each in verdicts[1:]] == ["", ""]
 
 
+def test_time_of_a_class_says_that_its_waits_for_a_cpu_are_not_in_it() -> None:
+    told = [
+        make_job({**WAITS, **cpu}).describe("data loading takes", *names)
+        for cpu, names in (
+            ({"cpu": 10.0}, ["data"]),
+            ({"cpu": 10.0}, ["imbalance"]),
+            ({}, ["data"]),
+        )
+    ]
+
+    assert told == [
+        "data loading takes 30.0 ms (30%) of a step without its waits for a CPU",
+        "data loading takes 0 ns (0.0%) of a step",
+        "data loading takes 30.0 ms (33%) of a step",
+    ]
+
+
 def test_correlation_with_lengths_is_within_steps() -> None:
     times = make_times(CLEAN, CLEAN)
     longer = np.random.default_rng(1).uniform(0, 10, (2, 64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count
-from torchlens_perf.diagnosis.actions.job import Job, Proposal, capitalize, rule
+from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
 from torchlens_perf.diagnosis.lost_time import sum_transfers
 from torchlens_perf.run.training_settings import DdpSettings
 
@@ -126,7 +126,7 @@ def accumulate_gradients(job: Job) -> Proposal | None:
     if job.share("communication") < 0.3 or 2 * reduced <= sum(row["bytes"] for row in rows):
         return None
     return Proposal(
-        f"{capitalize(job.describe(_EXPOSED, 'communication'))}, with one backward pass per step.",
+        f"With one backward pass per step, {job.describe(_EXPOSED, 'communication')}.",
         "Use a larger batch, or accumulate two backward passes per step, the first one in"
         " model.no_sync(). This changes the batch size of the optimizer.",
         "communication x0.5",

@@ -11,12 +11,15 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.diagnosis.what_if import Replay
+from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence, find_host_pace
 from torchlens_perf.verdicts.words.report import LostTime, Report
 
 # The share of a step that ranks wait for CPUs, from which no CPU is spare.
 _MUCH_CONTENTION = 0.25
+_MIN_TOLD = 0.02
+"""A smaller share of a step is not told in a clause."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +50,6 @@ class Rule:
     def condition(self) -> str:
         """When the rule applies, as a sentence."""
         return " ".join((self.find.__doc__ or "").split())
-
-
-def capitalize(text: str) -> str:
-    """Return text that begins with a capital letter."""
-    return text[0].upper() + text[1:]
 
 
 def rule(key: str, link: str) -> Callable[[Callable[[Job], Proposal | None]], Rule]:
@@ -90,13 +88,18 @@ class Job:
         return sum(each.share for each in self.lost.classes if each.name in names)
 
     def describe(self, what: str, *names: str) -> str:
-        """Return a clause such as "data loading takes 12 ms (23%) of a step"."""
-        return self.describe_seconds(what, self.seconds(*names), self.share(*names))
+        """Return a clause such as "data loading takes 12 ms (23%) of a step".
+
+        A predicted gain also has the waits for a CPU, which are a class of their own.
+        """
+        waits = self.share("cpu") >= _MIN_TOLD and not set(OWN_PARTS).isdisjoint(names)
+        text = self.describe_seconds(what, self.seconds(*names), self.share(*names))
+        return f"{text} without its waits for a CPU" if waits else text
 
     def describe_seconds(self, what: str, seconds: float, share: float | None = None) -> str:
         """Like describe(), for a time per step that is no class."""
-        share = seconds / self.lost.step_s if share is None else share
-        return f"{what} {format_duration(seconds)} ({format_percent(share)}) of a step"
+        whole = format_percent(seconds / self.lost.step_s if share is None else share)
+        return f"{what} {format_duration(seconds)} ({whole}) of a step"
 
     @property
     def is_cuda(self) -> bool:
@@ -149,6 +152,6 @@ class Job:
     @property
     def caught_up(self) -> float | None:
         """Share of passes at whose end the device had no work left; None if not known."""
-        known = [rank["device"]["caught_up"] for rank in self.report["ranks"] if rank["device"]]
-        shares = [each for each in known if each is not None]
+        devices = filter(None, (rank["device"] for rank in self.report["ranks"]))
+        shares = [each["caught_up"] for each in devices if each["caught_up"] is not None]
         return sum(shares) / len(shares) if shares else None

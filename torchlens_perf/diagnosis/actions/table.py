@@ -69,11 +69,12 @@ def choose_actions(job: Job) -> None:
 
 def find_actions(job: Job, row: Verdict) -> list[Choice]:
     """Return the precise actions on a verdict, the largest gain first, and unknown gains last."""
-    rules = ACTIONS.get((row.kind, row.advice), ())
     least = _MIN_COMPUTING_GAIN if row.advice == COMPUTING else 0.0
-    found = [choice for rule in rules if (choice := _judge(job, rule)) is not None]
-    found = [each for each in found if each.share is None or each.share >= least]
-    return sorted(found, key=lambda each: -(each.share or 0.0))
+    judged = filter(None, (_judge(job, rule) for rule in ACTIONS.get((row.kind, row.advice), ())))
+    return sorted(
+        (each for each in judged if each.share is None or each.share >= least),
+        key=lambda each: -(each.share or 0.0),
+    )
 
 
 def _judge(job: Job, rule: Rule) -> Choice | None:
