@@ -28,7 +28,7 @@ from torchlens_perf.view.step_words import describe_overhead
 from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.terminal import (
     bar_lines,
-    headline_line,
+    headline_lines,
     held_verdict_lines,
     stack_lines,
     table_lines,
@@ -167,8 +167,9 @@ def finding_lines(view: View, width: int) -> list[Text]:
     ]
     lines = verdict_lines(first, width)
     lines += [
-        headline_line(each, width, "earlier" if each.is_over else "")
+        line
         for each in others[:_MAX_OTHERS]
+        for line in headline_lines(each, width, "earlier" if each.is_over else "")
     ]
     more = len(others) - _MAX_OTHERS
     return [*lines, unwrapped_line((f"  {more} more: press v", "dim"))] if more > 0 else lines

@@ -211,13 +211,14 @@ def _other_verdict_lines(
     now = [each for each in found if not each.is_over and each is not main]
     if main is not None and main.severity == GOOD:
         # The bar of the step already shows the numbers of this verdict.
-        now = [each for each in now if each.kind != "compute_bound"]
+        now = [each for each in now if each.kind != "compute_bound" or each.action]
     for each in now[:_ALSO]:
-        yield headline_line(each, width)
+        yield from headline_lines(each, width)
         yield from _detail_lines(each, width)
     over = [each for each in found if each.is_over]
     more = f", and {len(over) - 1} more" * (len(over) > 1)
-    yield from (headline_line(each, width, "earlier", more) for each in over[:1])
+    for each in over[:1]:
+        yield from headline_lines(each, width, "earlier", more)
 
 
 def _detail_lines(head: Headline, width: int) -> Iterator[Text]:
@@ -225,7 +226,7 @@ def _detail_lines(head: Headline, width: int) -> Iterator[Text]:
     room = 2 * (width - 2 - _LABEL) - _MIN_NAME
     evidence = head.first_sentence if _is_located(head) else ""
     for label, text in (("evidence", evidence), ("next", head.action)):
-        if text and head.severity != GOOD:
+        if text:
             yield from _wrap_field(label, textwrap.shorten(text, room, placeholder=" …"), width)
 
 
@@ -358,26 +359,24 @@ def _with_others(cost: str, head: Headline) -> str:
     return f"{cost}, together with {others}" if others and cost else cost
 
 
-def headline_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
-    """Return a secondary verdict as one line: its location and cost, or else its sentence.
+def headline_lines(head: Headline, width: int, label: str = "", more: str = "") -> list[Text]:
+    """Return a secondary verdict: its location and cost in one line, or else its first sentence, or
+    all of it in one line.
 
-    label: text to show in place of the status. more: text to append to the line.
+    label: text to show in place of the status. more: text to append.
     """
-    places = _verdict_location(head)
+    places, style = _verdict_location(head), "dim" if label else SEVERITIES[head.severity].terminal
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
-    if _is_located(head):
-        # The other ranks are last, because a narrow terminal cuts the line.
-        others = (fact_text(*fact) for fact in head.facts if fact[0] == "together with")
-        text = ", ".join(filter(None, (*places[:1], head.short_cost, *places[1:], *others))) + more
-    else:
-        text = f"{head.sentence}{more}"
-        if len(text) > width - 2 - _LABEL:
-            text = f"{head.first_sentence}{more}"
-    style = "dim" if label else SEVERITIES[head.severity].terminal
-    line = _labelled_line(label or head.status, text, style)
+    if not _is_located(head):
+        text = head.first_sentence if len(head.sentence) > width - 2 - _LABEL else head.sentence
+        return _wrap_field(label or head.status, f"{text}{more}", width, style)
+    # The other ranks are last, because a narrow terminal cuts the line.
+    others = (fact_text(*fact) for fact in head.facts if fact[0] == "together with")
+    text = ", ".join(filter(None, (*places[:1], head.short_cost, *places[1:], *others)))
+    line = _labelled_line(label or head.status, f"{text}{more}", style)
     line.truncate(width, overflow="ellipsis")
-    return line
+    return [line]
 
 
 def stack_lines(row: Verdict, width: int) -> Iterator[Text]:

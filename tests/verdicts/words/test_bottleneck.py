@@ -787,7 +787,7 @@ class TestOnADevice:
         (
             [("Net", True, False)],
             True,
-            "start with Net, the largest by own time; modules=1 shows what is inside.",
+            "start with Net, the largest by own time (12.0 ms of forward a step); modules=1 shows what is inside.",
         ),
         (
             [("Net", True, False)],
@@ -809,19 +809,19 @@ class TestOnADevice:
             [("blocks.0", False, True), ("Net", True, False)],
             True,
             (
-                'start with blocks.0, the largest by own time; modules=["blocks.0.*"] shows what is'
-                " inside."
+                "start with blocks.0, the largest by own time (12.0 ms of forward a step);"
+                ' modules=["blocks.0.*"] shows what is inside.'
             ),
         ),
         (
             [("head", False, False), ("blocks.0", False, True)],
             True,
-            "start with head, the largest by own time.",
+            "start with head, the largest by own time (12.0 ms of forward a step).",
         ),
         (
             [("4", False, False), ("Net", True, False)],
             False,
-            "start with module 4, the largest by own time.",
+            "start with module 4, the largest by own time (12.0 ms of forward a step).",
         ),
     ],
 )
@@ -836,6 +836,7 @@ def test_advised_modules_pattern_matches_existing_modules(
             "name": name,
             "is_root": is_root,
             "has_untimed": has_untimed,
+            "own_s_per_step": 0.012,
             "device_own_s_per_step": None,
         }
         for name, is_root, has_untimed in rows

@@ -33,16 +33,19 @@ def computing_action(report: Facts) -> str:
     if rows[0]["name"] == PASSES:
         return f"make fewer of the {PASSES}, or use larger batches in them."
     name = module_label(rows[0]["name"])
+    most = (
+        f"the largest by own time ({format_duration(rows[0]['own_s_per_step'])} of forward a step)"
+    )
     if rows[0]["is_root"] and len(rows) > 1:
         return (
             f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in"
             " perf.section()."
         )
     if not rows[0]["is_root"]:
-        return f"start with {name}, the largest by own time{_deeper(rows[0])}."
+        return f"start with {name}, {most}{_deeper(rows[0])}."
     if not report["run"]["deeper_modules"]:
         return f"look at a trace of {name}: {_TRACE}. No module inside can be timed."
-    return f"start with {name}, the largest by own time; modules=1 shows what is inside."
+    return f"start with {name}, {most}; modules=1 shows what is inside."
 
 
 def _device_action(report: Facts) -> str:
@@ -65,8 +68,7 @@ def _device_action(report: Facts) -> str:
 
 
 def _deeper(row: Module, name: str = "") -> str:
-    pattern = f"{name or row['name']}.*"
-    return f'; modules=["{pattern}"] shows what is inside' if row["has_untimed"] else ""
+    return f'; modules=["{name or row["name"]}.*"] shows what is inside' * row["has_untimed"]
 
 
 def find_largest_on_device(report: Facts) -> LargestModules | None:
