@@ -102,6 +102,7 @@ def test_rank_that_died_is_in_the_title_of_every_screen(
         assert kinds[0] == "died"
         assert "after step 11, in layer" in report["verdicts"][0].sentence
         assert report["verdicts"][0].evidence.ranks == tuple(died)
+        assert "OK" not in [each.status for each in build_headlines(report)]
 
 
 KILLED = {"signal": 9, "exit_code": None, "oom_kills": 1, "memory_limit_bytes": 2_000_000_000}

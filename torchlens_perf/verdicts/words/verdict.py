@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-from torchlens_perf.verdicts.kinds import NOT_COMPUTING_KINDS
+from torchlens_perf.verdicts.kinds import GOOD, NOT_COMPUTING_KINDS
 from torchlens_perf.verdicts.slow_links import build_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.verdict import Verdict
@@ -45,9 +45,9 @@ def build_verdicts(
     There is always at least one verdict.
     """
     found = _build_all_verdicts(report, findings, hang, links)
-    if any(each.kind == "failed" for each in found):
+    if report["run"]["failed"] or report["run"]["died"]:
         # Nothing is OK in a run that failed.
-        found = [each for each in found if each.kind not in ("none", "compute_bound")]
+        found = [each for each in found if each.traits.severity != GOOD]
     users = describe_cpu_users(report)
     return [add_note(each, users) if each.kind == "lack_of_cpu" else each for each in found]
 
