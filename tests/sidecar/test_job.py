@@ -22,6 +22,7 @@ from tests.support.ranks import identity_of, make_run
 from tests.support.simulations import table_of
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.rank_facts import ProcessGroup
 from torchlens_perf.sidecar import hang_watch
 from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.host.stacks import Stack
@@ -316,3 +317,37 @@ def test_end_of_a_hang_is_not_reported_as_a_new_hang(
     assert texts(going_on, age_s=2.5, now_s=102.0) == named
     # The other node's reports are newer than the first finding, so its ranks have really stopped.
     assert "while 2 other ranks make steps" in texts(going_on, age_s=0.5, now_s=103.0)
+
+
+def test_lines_of_code_of_another_nodes_ranks_are_shown_until_they_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sidecar reads the stacks of its own ranks."""
+    reads = Stack(("load_batch (train.py:7)",), "", user_line="train.py:7 in load_batch")
+    monkeypatch.setattr(hang_watch, "read_main_stack", lambda pid: reads)
+    (wire, nodes), run, at = two_nodes(tmp_path), make_run(tmp_path), places(4, node_size=2)
+    groups: dict[str, ProcessGroup] = {"0": {"ranks": "0-3", "description": ""}}
+
+    def round_at(now_s: float, **changed: Any) -> None:
+        for number in range(4):
+            now = progress.behind(3) if number == 3 else progress.rank(number)
+            changes = {"since_step_s": now_s, "since_mark_s": now_s, **changed}
+            nodes[number // 2].job.set_progress(
+                _identity(run, number), at[number], replace(now, **changes), groups
+            )
+        for view in (nodes[1], nodes[0]):
+            view.update(100 + now_s)
+
+    for now_s in (12.0, 14.0):
+        round_at(now_s)
+    assert nodes[0].job.hang is not None
+    assert (
+        nodes[0].job.hang.places[0].startswith("rank 3: inside forward GPT > blocks.3, train.py:7")
+    )
+    assert nodes[0].job.remote_lines == dict.fromkeys((2, 3), "train.py:7 in load_batch")
+    for now_s in (16.0, 18.0):
+        round_at(now_s, since_step_s=0.1, since_mark_s=0.1)
+    assert nodes[0].job.remote_lines == {2: "", 3: ""}
+    wire.sent.append(ReceivedPost("node-1", 0.0, {2: b"\xf2no lines"}))
+    nodes[0].update(120.0)
+    assert nodes[0].job.remote_lines == {2: "", 3: ""}

@@ -8,12 +8,14 @@ each node may restart its processes at another time.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from torchlens_perf.exporters import TALLY_MARK, CoveredRanks
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 # Interval of hang checks. A rank that makes no steps sends posts at the same interval.
 ROUND_S = 1.0
 _MAX_TALLIES = 16384
+# First byte of a payload with lines of code by rank, in which ranks hang.
+_LINES_MARK, _MAX_LINES, _MAX_LINE = b"\xf2", 16, 40
+_lines = msgspec.msgpack.Decoder(dict[int, str])
 OpenExchange = Callable[[Endpoints, str, str, bool], "Exchange"]
 
 
@@ -74,6 +79,7 @@ class ClusterLink:
         self._slow_ranks: tuple[int, ...] = ()  # sent by node 0 or received from it
         self._received = b""  # newest reply of node 0
         self._tallies: deque[tuple[str, bytes]] = deque(maxlen=_MAX_TALLIES)
+        self._sent_lines: dict[int, str] = {}  # newest lines of code that node 0 has been sent
         self._round_s = float("-inf")
         self._closed_notes: list[str] = []  # notes of closed exchanges
         self._contacts: Mapping[str, NodeContact] = {}
@@ -319,6 +325,12 @@ class ClusterLink:
             if payloads:
                 self._exchange.post(payloads)
             more = any(job.ranks[rank].unsent for rank in payloads)
+        lines = {rank: line[:_MAX_LINE] for rank, line in list(job.user_lines.items())[:_MAX_LINES]}
+        if lines != self._sent_lines and self._exchange is not None and not self._is_node_0:
+            changed = dict.fromkeys(self._sent_lines, "") | lines
+            data = _LINES_MARK + msgspec.msgpack.encode(changed)
+            self._exchange.post({min(job.ranks): data})
+            self._sent_lines = lines
 
     def _collect_reports(self, job: JobGeneration, now_s: float) -> None:
         """Add the reports of the other nodes to the job. Called on node 0."""
@@ -333,6 +345,10 @@ class ClusterLink:
             for payload in post.payloads.values():
                 if payload[:1] == TALLY_MARK:
                     self._tallies.append((post.node, payload))
+                elif payload[:1] == _LINES_MARK:
+                    # Lines only add to what a hang shows, so invalid ones are left out.
+                    with contextlib.suppress(msgspec.DecodeError):
+                        job.remote_lines |= _lines.decode(payload[1:])
                 elif summary.has_current_format(payload):
                     posts.append(post)
                     payloads.append(payload)

@@ -35,8 +35,8 @@ class HangDetector:
         """silent_s: time without reports after which a node counts as silent."""
         self.hang: HangEvidence | None = None
         """The hang in progress, or None while the job makes steps."""
-        # For some ranks, the line of the user's code, read together with the stacks.
-        self._user_lines: dict[int, str] = {}
+        self.user_lines: dict[int, str] = {}
+        """For some ranks of this node, the line of the user's code, read together with the stacks."""
         self._key: object = None
         # Key of the newest finding, and the time at which it was first made.
         self._seen: tuple[object, float] = (None, 0.0)
@@ -51,6 +51,7 @@ class HangDetector:
         groups: Mapping[str, tuple[int, ...]],
         processes: Mapping[int, tuple[Identity, str]],
         now_s: float,
+        remote_lines: Mapping[int, str] | None = None,
     ) -> None:
         """Look for a hang and update `hang`.
 
@@ -59,6 +60,7 @@ class HangDetector:
         groups: ranks of each process group, by name.
         processes: processes of this node's ranks, and the files to which they write their stacks.
         now_s: a monotonic clock.
+        remote_lines: lines of the user's code for some ranks of other nodes.
         """
         ranks = dict(local)
         if not ranks and not remote:
@@ -96,18 +98,20 @@ class HangDetector:
             self._reset()
         elif self.hang is not None and hang.key == self._key:
             # The known hang goes on: update its description, but keep its stacks.
-            self.hang = describe_hang(hang, self.hang.stacks, self._user_lines)
+            lines = {**(remote_lines or {}), **self.user_lines}
+            self.hang = describe_hang(hang, self.hang.stacks, lines)
         elif (self.hang is None and not hang.moving) or self._is_confirmed(hang, ranks, now_s):
             self._key = hang.key
             stacks = _read_stacks(hang, processes)
-            self._user_lines = {
+            self.user_lines = {
                 rank: each.user_line for rank, each in stacks.items() if each.user_line
             }
             reported = {
                 rank: RankStack(tuple(stacks[rank].lines), stacks[rank].reason)
                 for rank in [rank for rank in hang.look_at if rank in stacks][:MAX_STACKS]
             }
-            self.hang = describe_hang(hang, reported, self._user_lines)
+            lines = {**(remote_lines or {}), **self.user_lines}
+            self.hang = describe_hang(hang, reported, lines)
             logger.warning("%s", build_hang_verdict(self.hang).sentence)
 
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
@@ -126,7 +130,7 @@ class HangDetector:
         return now_s - self._seen[1] > oldest_s
 
     def _reset(self) -> None:
-        self.hang, self._key, self._seen = None, None, (None, 0.0)
+        self.hang, self._key, self._seen, self.user_lines = None, None, (None, 0.0), {}
 
 
 def _read_stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, Stack]:

@@ -108,6 +108,8 @@ class JobGeneration:
         self._hangs = HangDetector(SILENT_S)
         self._groups: dict[str, tuple[int, ...]] = {}
         self._remote: dict[int, _RemoteRank] = {}
+        self.remote_lines: dict[int, str] = {}
+        """Lines of code in which ranks of other nodes hang, or "" if they do not."""
         self._judged: Findings | None = None
         self._judged_from, self._windows_seen = NOTHING, 0
 
@@ -115,6 +117,11 @@ class JobGeneration:
     def hang(self) -> HangEvidence | None:
         """The hang in progress, or None while the job makes steps."""
         return self._hangs.hang
+
+    @property
+    def user_lines(self) -> Mapping[int, str]:
+        """Lines of the user's code in which ranks of this node hang."""
+        return self._hangs.user_lines
 
     @property
     def places(self) -> Mapping[int, Placement]:
@@ -313,4 +320,4 @@ class JobGeneration:
         }
         processes = {rank: (local.identity, local.stack_file) for rank, local in self.ranks.items()}
         remote = {rank: each.progress for rank, each in self._remote.items()}
-        self._hangs.update_hang(ranks, remote, ages_s, groups, processes, now_s)
+        self._hangs.update_hang(ranks, remote, ages_s, groups, processes, now_s, self.remote_lines)
