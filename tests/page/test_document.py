@@ -377,6 +377,23 @@ def test_rank_cards_have_the_location_of_the_rank(shown: PageContents) -> None:
     assert "slurm.job.id" not in text
 
 
+def test_header_has_program_name_commit_and_settings(shown: PageContents) -> None:
+    changed = copy.deepcopy(shown)
+    run = changed["report"]["run"]
+    run["settings"] = {
+        "commit": "1a2b3c4d-dirty", "launcher": "torchrun", "torch": "2.12.0", "OMP_NUM_THREADS": "4",
+    }  # fmt: skip
+    header = build_document(changed).partition("<header>")[2].partition("</header>")[0]
+    words = " ".join(element_text(header).split())
+
+    assert words.startswith(f"{run['program']} {run['id']} SLOW RANK ")
+    assert words.endswith(
+        "commit 1a2b3c4d-dirty launcher torchrun torch 2.12.0 Settings OMP_NUM_THREADS 4"
+    )
+    assert f'<time datetime="{run["started"]}" ' in header
+    assert "Settings" not in build_document(shown)
+
+
 def test_further_verdicts_are_a_line_each_and_ended_ones_come_last(shown: PageContents) -> None:
     several = copy.deepcopy(shown)
     row, headline = several["report"]["verdicts"][0], several["headlines"][0]
@@ -397,15 +414,15 @@ NO_RANKS: dict[str, Any] = {"live": False, "died": [], "failed": [], "ranks_seen
 @pytest.mark.parametrize(
     ("changed", "last", "words"),
     [
-        ({}, LAST, "ended 23:04, ran 38.0 s"),
+        ({}, LAST, "ended 23:04 UTC, ran 38.0 s"),
         ({}, None, "ended"),
-        ({"died": [1]}, LAST, "ended 23:04, rank 1 died, ran 38.0 s"),
-        ({"died": [0, 1]}, LAST, "all ranks died, last step 23:04:12, ran 38.0 s"),
-        ({"failed": [1]}, LAST, "failed, last step 23:04:12, ran 38.0 s"),
+        ({"died": [1]}, LAST, "ended 23:04 UTC, rank 1 died, ran 38.0 s"),
+        ({"died": [0, 1]}, LAST, "all ranks died, last step 23:04:12 UTC, ran 38.0 s"),
+        ({"failed": [1]}, LAST, "failed, last step 23:04:12 UTC, ran 38.0 s"),
         ({"failed": [1]}, None, "failed"),
-        ({"live": True}, LAST, "running, last step 23:04:12"),
+        ({"live": True}, LAST, "running, last step 23:04:12 UTC"),
         ({"live": True}, None, "running"),
-        ({"live": True, "failed": [1]}, LAST, "running, rank 1 failed, last step 23:04:12"),
+        ({"live": True, "failed": [1]}, LAST, "running, rank 1 failed, last step 23:04:12 UTC"),
         ({"live": True, "as_of": BEGAN}, LAST, "silent for "),
     ],
 )

@@ -180,8 +180,7 @@ def test_page_compares_hosts_for_each_step_of_a_short_run(
         assert np.nanmax(np.abs(np.nanmean(excess[[0, 1, 3, 4, 5, 6, 7]], axis=1))) < 0.03
     else:
         assert not np.isfinite(excess).any()
-    assert "Largest gap: rank 2 spends" in drawn
-    assert "in backward; the others" not in drawn
+    assert "The devices wait for other ranks, so device times cannot show" in drawn
 
 
 def test_launch_bound_job_with_tensor_parallelism_is_an_error() -> None:

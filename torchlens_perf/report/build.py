@@ -282,7 +282,10 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         for state in (run_state.DIED, run_state.FAILED)
     )
     who = next((process.identity for process in processes.values()), None)
-    commit = next(({"commit": node.commit} for node in nodes if node.commit), {})
+    known = {
+        "commit": next((node.commit for node in nodes if node.commit), ""),
+        "launcher": who.launcher if who else "",
+    }
     return {
         "id": run_id,
         "program": who.program if who else None,
@@ -307,7 +310,10 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         "device": device_kind(processes),
         "judged_by": judging_clocks(processes),
         "deeper_modules": any(process.facts.deeper_modules for process in processes.values()),
-        "settings": commit | (processes[min(processes)].facts.run_settings if processes else {}),
+        "settings": {
+            **{name: text for name, text in known.items() if text},
+            **(processes[min(processes)].facts.run_settings if processes else {}),
+        },
     }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,6 +154,36 @@ def test_chosen_theme_is_kept_in_the_address(tab_of: TabOf, file: Path) -> None:
 
     assert "theme=dark" in tab.address()
     assert tab.value("getComputedStyle(document.body).backgroundColor") != light
+
+
+def test_start_is_shown_in_utc_and_in_the_local_time_zone(browser: Any, file: Path) -> None:
+    context = browser.new_context(timezone_id="Asia/Kolkata")
+    tab = Tab(context.new_page(), file).open()
+    utc, local = re.findall(r"(\d\d:\d\d)", tab.page.inner_text("header time"))
+    context.close()
+    minutes = [60 * int(each[:2]) + int(each[3:]) for each in (utc, local)]
+
+    assert (minutes[1] - minutes[0]) % (24 * 60) == 330
+
+
+def test_question_mark_lists_the_keys(tab_of: TabOf, file: Path) -> None:
+    """The dialog has no accessibility fault, and closing it returns the focus."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab = tab_of(file).open()
+    tab.chart("heat").focus()
+    dialog = tab.page.get_by_role("dialog", name="Keys")
+    assert not dialog.is_visible()
+    tab.page.keyboard.press("?")
+
+    assert "choose a step" in dialog.inner_text()
+    assert Axe().run(tab.page).response["violations"] == []
+    tab.page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+    assert tab.value("document.activeElement.className") == "chart"
+    tab.page.get_by_role("button", name="Keys").click()
+    dialog.get_by_role("button", name="Close").click()
+    assert not dialog.is_visible()
 
 
 def test_link_to_a_heading_is_visible_when_it_has_the_focus(tab_of: TabOf, file: Path) -> None:

@@ -19,6 +19,27 @@ from torchlens_perf.view.markup import Child, Element, raw_element, tag, to_html
 from torchlens_perf.view.theme import FASTER, SLOWER
 
 _MAX_LINES = 16
+_KEYS = {
+    "Ranks by step": {
+        "← →": "choose a step",
+        "↑ ↓": "choose a rank",
+        "Shift ← →": "select steps",
+        "Home End": "first or last step",
+        "Enter": "open the step",
+        "+ - 0": "zoom in, zoom out, all steps",
+        "Esc": "select nothing",
+    },
+    "One step": {
+        "← →": "go through the collectives",
+        "W S": "zoom in or out",
+        "A D": "move",
+        "0": "whole step",
+        "PgUp PgDn": "recorded step before or after",
+        "Esc": "select no collective",
+    },
+    "Page": {"?": "this list", "Esc": "close it"},
+}
+"""The page's keys and what they do, by the chart that has the focus."""
 
 
 def _content_security_policy(style: str, script: str, form: str, *more: str) -> str:
@@ -80,6 +101,7 @@ def build_document(contents: PageContents, parts: PageParts | None = None) -> st
                 f"Written {format_minute(contents['written'])} by torchlens_perf {contents['version']}.",
             ),
         ),
+        _build_keys(),
         raw_element(
             "script",
             escape_json(contents_as_json(contents)),
@@ -92,6 +114,38 @@ def build_document(contents: PageContents, parts: PageParts | None = None) -> st
     title = f"{run['program'] or 'run'} · {run['id']}"
     return build_html(
         title, parts.policy, parts.styles, body, data_live=state, data_version=parts.version
+    )
+
+
+def _build_keys() -> Element:
+    """Return a dialog with the page's keys, which scripts open."""
+    tables = [
+        tag(
+            "table",
+            tag("caption", chart),
+            [
+                tag(
+                    "tr",
+                    tag(
+                        "th",
+                        [[tag("kbd", key), " "] for key in keys.split()],
+                        scope="row",
+                        class_="text",
+                    ),
+                    tag("td", words, class_="text"),
+                )
+                for keys, words in rows.items()
+            ],
+        )
+        for chart, rows in _KEYS.items()
+    ]
+    return tag(
+        "dialog",
+        tag("h2", "Keys", id="keys-title"),
+        tables,
+        tag("p", tag("button", "Close", type="button")),
+        id="keys",
+        aria_labelledby="keys-title",
     )
 
 

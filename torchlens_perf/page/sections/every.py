@@ -9,13 +9,12 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
     format_rounded,
 )
-from torchlens_perf.page.contents import PageContents, SlowPeriod, TimeSeries
+from torchlens_perf.page.contents import PageContents, TimeSeries
 from torchlens_perf.page.sections.modules import build_modules_section
 from torchlens_perf.page.sections.phases import build_phases_section
 from torchlens_perf.page.sections.quality import build_quality_section
 from torchlens_perf.page.sections.section import RANK_TABLES, build_tables
 from torchlens_perf.page.sections.verdicts import build_verdicts_section
-from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.html import build_figure, build_section
 from torchlens_perf.view.markup import Element, tag
@@ -23,7 +22,7 @@ from torchlens_perf.view.step_words import describe_steps
 
 _MIN_HEAT_RANKS = 5
 """Fewest ranks for a heat map. Fewer ranks are compared in a line chart."""
-_MAX_TIMES, _MAX_CHARTS = 3, 16
+_MAX_CHARTS = 16
 _UNITS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "By": ("bytes", lambda value: format_bytes(value, "B")),
     "By/s": ("bytes per second", lambda value: format_bytes(value, "B/s")),
@@ -44,21 +43,7 @@ def _build_heat_section(contents: PageContents) -> Element | None:
         if few
         else ("heat", "Compute time compared with the other ranks")
     )
-    return build_section(
-        "heat", "Ranks by step", build_figure(chart, title, _slow_ranks_caption(matrices["slow"]))
-    )
-
-
-def _slow_ranks_caption(slow: Sequence[SlowPeriod]) -> str:
-    if not slow:
-        return "No slow rank."
-    named = [
-        f"{each['label']} {format_step_range(each['since_step'], each['until_step'])}"
-        for each in slow
-        if each["label"]
-    ]
-    rest = f" and {len(named) - _MAX_TIMES} more" if len(named) > _MAX_TIMES else ""
-    return f"Slow: {'; '.join(named[:_MAX_TIMES])}{rest}."
+    return build_section("heat", "Ranks by step", build_figure(chart, title, None))
 
 
 def _build_step_time_section(contents: PageContents) -> Element | None:
@@ -111,14 +96,7 @@ def _memory_caption(report: Report) -> str:
         if rank["memory"]["max_bytes"]
     }
     most = max(known, key=lambda rank: known[rank] or 0)
-    least = min(known, key=lambda rank: known[rank] or 0)
-    text = f"The highest peak is {format_bytes(known[most] or 0, 'B')} on rank {most}."
-    if len(known) > 1:
-        text += f" The lowest peak is {format_bytes(known[least] or 0, 'B')} on rank {least}."
-    growing = [rank["rank"] for rank in report["ranks"] if rank["memory"]["growth"] is not None]
-    if growing:
-        text += f" Memory grows from step to step on rank {', '.join(map(str, growing[:8]))}."
-    return text
+    return f"The highest peak is {format_bytes(known[most] or 0, 'B')} on rank {most}."
 
 
 def _build_hardware_section(contents: PageContents) -> Element | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
@@ -19,8 +19,8 @@ from torchlens_perf.verdicts.words.report import Report, Run
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.verdicts.words.startup import describe_startup
 from torchlens_perf.view.headline import Headline
-from torchlens_perf.view.html import build_status_chip
-from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.html import build_details, build_status_chip
+from torchlens_perf.view.markup import Child, Element, tag
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.step_words import step_count_text
@@ -28,21 +28,24 @@ from torchlens_perf.view.theme import PARTS
 
 _SMALLEST_NAMED = 0.005
 """The legend below the bar lists only parts with at least this share of the step."""
+_MAIN_SETTINGS = ("commit", "launcher", "torch")
+"""Settings that are always visible. A click shows the others."""
 
 
 def build_header(report: Report, status: Headline | None) -> Element:
-    """Return the page header: program, status, and facts of the run."""
+    """Return the page header: program, name, status, facts and settings of the run."""
     run = report["run"]
-    facts = [
+    facts: list[Child] = [
         describe_ranks(run),
         ", ".join(Counter(gpu["name"] for gpu in report["gpus"] if gpu["name"]))
         or report["run"]["device"]
         or "CPU",
-        *([f"started {format_minute(run['started'])}"] if run["started"] else []),
+        *([tag("span", "started ", _build_time(run["started"]))] if run["started"] else []),
         _state_text(run),
         step_count_text(report),
         *([f"attempt {run['attempt']}"] if run["attempt"] else []),
         *([words] if (words := describe_startup(run)) else []),
+        *_build_settings(run["settings"]),
     ]
     return tag(
         "header",
@@ -50,15 +53,25 @@ def build_header(report: Report, status: Headline | None) -> Element:
             "h1",
             run["program"] or "run",
             " ",
+            tag("small", run["id"]),
+            " ",
             build_status_chip(status) if status is not None else None,
         ),
-        tag(
-            "ul",
-            [tag("li", fact) for fact in facts],
-            tag("li", tag("small", run["id"])),
-            class_="facts",
-        ),
+        tag("ul", [tag("li", fact) for fact in facts], class_="facts"),
     )
+
+
+def _build_settings(settings: Mapping[str, str]) -> list[Child]:
+    """Return the main settings, and an element that shows the others after a click."""
+    others = [
+        tag("li", f"{name} ", tag("b", text))
+        for name, text in settings.items()
+        if name not in _MAIN_SETTINGS
+    ]
+    return [
+        *(f"{name} {settings[name]}" for name in _MAIN_SETTINGS if name in settings),
+        *([build_details("Settings", tag("ul", others, class_="facts"))] if others else []),
+    ]
 
 
 def build_key_figures(report: Report, status: Headline | None) -> Element | None:
@@ -116,18 +129,23 @@ def _build_step_bar(bar: Bar, report: Report) -> Element:
 
 
 def _state_text(run: Run) -> str:
-    """Return the state with its time: "ended 23:04, rank 3 died, ran 38 s", or "failed, last step
-    23:04:12, ran 38 s". The end of a run is that of its last step."""
+    """Return the state with its time: "ended 23:04 UTC, rank 3 died, ran 38 s", or "failed,
+    last step 23:04:12 UTC, ran 38 s". The end of a run is that of its last step."""
     state, ranks = describe_state(run)
     texts, last, began = [state, ranks], run["last_step_at"], run["started"]
     if last is not None and state == "ended":
-        texts[0] += f" {_parse_time(last):%H:%M}"
+        texts[0] += f" {_parse_time(last):%H:%M} UTC"
     elif last is not None:
-        texts.append(f"last step {_parse_time(last):%H:%M:%S}")
+        texts.append(f"last step {_parse_time(last):%H:%M:%S} UTC")
     if last is not None and began is not None and not run["live"]:
         ran_s = (_parse_time(last) - _parse_time(began)).total_seconds()
         texts.append(f"ran {format_run_duration(ran_s)}")
     return ", ".join(filter(None, texts))
+
+
+def _build_time(text: str) -> Element:
+    """Return an ISO timestamp in UTC. A script adds the time of the reader's time zone."""
+    return tag("time", format_minute(text), datetime=text, title=format_minute(text))
 
 
 def format_minute(text: str) -> str:
@@ -136,9 +154,5 @@ def format_minute(text: str) -> str:
 
 
 def _parse_time(text: str) -> datetime.datetime:
-    """Parse an ISO timestamp as UTC. For an invalid text, return the earliest possible time."""
-    try:
-        found = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        return datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
-    return found.astimezone(datetime.timezone.utc)
+    """Parse an ISO timestamp as UTC."""
+    return datetime.datetime.fromisoformat(text).astimezone(datetime.timezone.utc)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.sections.bars import build_bar_figure
 from torchlens_perf.page.sections.section import (
@@ -20,8 +20,6 @@ from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS as NAMES
 
 _MAX_BARS, _MIN_OTHERS = 8, 2
-# The caption reports the gap of a slow rank if it exceeds this share of the rank's step.
-_MIN_GAP = 0.01
 _HIDDEN = "The devices wait for other ranks, so device times cannot show which host is slow."
 
 
@@ -79,7 +77,7 @@ def _build_phase_figure(
 
 
 def _phase_caption(rows: list[Bar], report: Report, *, hidden: bool) -> str:
-    """Return a caption about the slow rank's largest gap or, without a gap, the largest part.
+    """Return a caption about the largest part.
 
     hidden: True if devices wait for other ranks, so their times cannot show which host is slow.
     """
@@ -88,17 +86,6 @@ def _phase_caption(rows: list[Bar], report: Report, *, hidden: bool) -> str:
     means = mean_parts(row.seconds for row in rows)
     if not any(means.values()):
         return "No part was measured."
-    slow = next((row for row in rows if row.slow), None)
-    others = [row for row in rows if not row.slow]
-    if slow is not None and others:
-        usual = mean_parts(row.seconds for row in others)
-        own = {part: s for part, s in slow.seconds.items() if part != "communication"}
-        most = max(own, key=lambda part: own[part] - usual[part], default="")
-        if most and own[most] - usual[most] > _MIN_GAP * slow.total:
-            return (
-                f"Largest gap: {slow.label} spends {format_duration(own[most])} in"
-                f" {NAMES[most].name}; the other ranks average {format_duration(usual[most])}."
-            )
     largest = max(means, key=lambda part: means[part])
     share = format_percent(means[largest] / sum(means.values()))
     return f"Largest part: {part_name(report, largest, means[largest])}, {share}."

@@ -415,9 +415,8 @@
     // -- the keyboard
 
     // Makes the chart usable by keyboard. keys: an action for each key name.
-    onKeys(role, hint, more) {
-      const attributes = { tabindex: "0", role: "application", "aria-roledescription": role, "aria-label": hint };
-      for (const [key, value] of Object.entries(attributes)) this.place.setAttribute(key, value);
+    onKeys(role, label, more) {
+      Object.assign(this.place, { tabIndex: 0, role: "application", ariaRoleDescription: role, ariaLabel: label });
       const keys = { "+": () => this.zoomBy(0.5), "-": () => this.zoomBy(2), 0: () => this.whole(), ...more };
       keys["="] = keys["+"];
       this.place.addEventListener("blur", () => torchlens.showTip(null));

@@ -346,9 +346,6 @@
 
     keys() {
       const { page } = this;
-      const hint =
-        "Ranks by step. Left and right arrows choose a step, up and down a rank, with Shift a range of steps; " +
-        "Enter opens the step; plus and minus zoom, 0 shows all; Escape clears the selection.";
       const clamp = (value, most) => Math.max(0, Math.min(most, value));
       // The step at which a selection with Shift begins.
       let anchor = null;
@@ -376,7 +373,7 @@
         });
       };
 
-      this.onKeys("heat map", hint, {
+      this.onKeys("heat map", "Ranks by step. Press ? for the keys.", {
         ArrowLeft: walk(-1, 0),
         ArrowRight: walk(1, 0),
         ArrowUp: walk(0, -1),

@@ -69,13 +69,16 @@
       for (const figure of document.querySelectorAll("figure.of-bars")) torchlens.bars(this, figure);
       torchlens.chooseBar(this.view.now.rank);
       for (const table of document.querySelectorAll("main table")) torchlens.sortable(table);
+      for (const time of document.querySelectorAll("header time")) {
+        time.textContent = `${time.title} (${new Date(time.dateTime).toLocaleTimeString("sv-SE", { timeStyle: "short" })} local)`;
+      }
       const ranks = document.getElementById("ranks");
       if (ranks && !this.rankTable) {
         this.rankTable = new torchlens.RankTable(this, ranks);
         this.rankTable.follow(new Set(["steps"]));
       }
       for (const code of document.querySelectorAll(".command > code:only-child")) {
-        code.after(" ", torchlens.copyButton("Copy", code.textContent));
+        code.after(" ", torchlens.copyButton("Copy", () => code.textContent));
       }
       this.verdictButtons();
       this.bar.show();

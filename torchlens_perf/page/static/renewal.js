@@ -21,7 +21,7 @@
   torchlens.renew = (page, newer) => {
     const main = document.querySelector("main");
     const focused = placeOf(document.activeElement);
-    const open = new Set([...main.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
+    const open = new Set([...document.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
     for (const selector of ["header h1", "header .facts", "nav ul", "footer"]) {
       const [old, next] = [document, newer].map((from) => from.querySelector(selector));
       if (old && next) old.replaceWith(document.adoptNode(next));
@@ -43,7 +43,7 @@
     });
     for (const old of main.querySelectorAll(":scope > section")) old.remove();
     main.append(...sections);
-    for (const summary of main.querySelectorAll("details > summary")) {
+    for (const summary of document.querySelectorAll("details > summary")) {
       if (open.has(summary.textContent)) summary.parentElement.open = true;
     }
     for (const chart of page.charts) chart.renewed();

@@ -76,10 +76,9 @@
     }
   }
 
-  // text: the text to copy, or a function that returns it.
   torchlens.copyButton = (label, text) => {
     const pressed = async () => {
-      await copy(typeof text === "function" ? text() : text);
+      await copy(text());
       button.textContent = "Copied";
       setTimeout(() => (button.textContent = label), 1500);
     };
@@ -87,7 +86,7 @@
     return button;
   };
 
-  // Returns the buttons for a link to the current view and for the theme.
+  // Returns the buttons for the list of keys, for a link to the current view and for the theme.
   torchlens.share = (view) => {
     const options = Object.entries({ system: "System theme", light: "Light theme", dark: "Dark theme" });
     const { select, show } = torchlens.choice("", "theme", (theme) => view.set({ theme }));
@@ -99,7 +98,12 @@
       torchlens.applyTheme(theme);
     });
     const link = torchlens.copyButton("Copy link to this view", () => view.address());
-    return element("div", { className: "share" }, link, select);
+    const keys = document.getElementById("keys");
+    keys.addEventListener("click", ({ target }) => target.matches("button") && keys.close());
+    const isAsked = ({ key, target }) => key === "?" && !keys.open && !target.matches("input, select");
+    document.addEventListener("keydown", (event) => isAsked(event) && keys.showModal());
+    const opens = torchlens.button("Keys", () => keys.showModal());
+    return element("div", { className: "share" }, opens, link, select);
   };
 
   torchlens.SelectionBar = SelectionBar;

@@ -10,9 +10,6 @@
   const LETTER = 6.3;
   const ON_DEVICE = "collectives on the device";
   const PARTS = { wait: "communication", closure: "host", module_backward: "module-backward" };
-  const HINT =
-    "Left and right arrows go from one collective to the next; W and S or plus and minus zoom, A and D move, 0 shows " +
-    "the whole step; Page Up and Page Down go to the recorded step before and after.";
 
   // Returns the key that connects a span with its CollectiveJoined: "allreduce dp-0 7".
   function keyOf(name, number) {
@@ -79,7 +76,7 @@
         const by = share * (this.window[1] - this.window[0]);
         this.show(this.window[0] + by, this.window[1] + by);
       };
-      this.onKeys("timeline", `Timeline of one step. ${HINT}`, {
+      this.onKeys("timeline", "Timeline of one step. Press ? for the keys.", {
         ArrowRight: () => this.next(1),
         ArrowLeft: () => this.next(-1),
         w: () => this.zoomBy(0.5),
