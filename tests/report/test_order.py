@@ -244,7 +244,7 @@ class TestOneCause:
 )
 def test_cost_of_a_verdict_equals_the_first_figure_of_its_sentence(parts: dict[str, float]) -> None:
     """The cost is not a sum of several figures."""
-    (row,) = report_on(node([[{**BASE, **parts} for _ in range(60)]]))["verdicts"]
+    row, *_ = report_on(node([[{**BASE, **parts} for _ in range(60)]]))["verdicts"]
     share = float(row.sentence.partition(" takes ")[2].partition("%")[0]) / 100
 
     assert row.cost_share == pytest.approx(share if parts else 0.0, abs=0.006)

@@ -248,8 +248,14 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("lack_of_cpu", bottleneck.TypicalStepEvidence): lambda run: node(
         {"forward": 40.0, "cpu": 30.0}
     ),
-    ("lack_of_cpu", bottleneck.ContentionEvidence): lambda run: node(
+    ("lack_of_cpu", bottleneck.SecondLimitEvidence): lambda run: node(
         {"data": 60.0, "cpu": 45.0, "cpu_in": "data"}
+    ),
+    ("data_bound", bottleneck.SecondLimitEvidence): lambda run: node(
+        {"data": 20.0, "forward": 40.0, "cpu": 30.0}
+    ),
+    ("host_bound", bottleneck.SecondLimitEvidence): lambda run: node(
+        {"host": 20.0, "forward": 40.0, "cpu": 30.0}
     ),
     ("lack_of_cpu", bottleneck.DeviceStepEvidence): lambda run: node(
         CPU, device_ms={"forward": 4.0, "host": 40.0}

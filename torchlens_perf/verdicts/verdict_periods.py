@@ -81,9 +81,13 @@ class VerdictPeriods:
                 else each
                 for each in found
             ]
-        # A wait with a separate verdict is not also named by the verdict on the typical step.
+        # A wait with a separate verdict is not also named by verdicts on the typical step.
         for kind in {each.kind for each in stretches}.intersection(NOT_COMPUTING_KINDS):
-            found = [without_wait(each, kind) for each in found]
+            found = [
+                without_wait(each, kind)
+                for each in found
+                if each.kind != kind or not each.evidence.is_factor
+            ]
         rows = (
             structs.replace(
                 each,

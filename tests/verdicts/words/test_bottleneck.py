@@ -620,6 +620,16 @@ def test_part_whose_work_waits_for_cpus_is_named_with_its_whole_time() -> None:
     assert second.action.startswith("see what else keeps the CPUs busy")
 
 
+def test_data_loading_next_to_contention_of_other_parts_is_the_second_verdict() -> None:
+    starved = {**BASE, "data": 20.0, "forward": 40.0, "cpu": 30.0}
+    first, second = report_on([starved] * 60)["verdicts"]
+
+    assert (first.kind, first.cost_s_per_step) == ("lack_of_cpu", pytest.approx(0.030))
+    assert (second.kind, second.cost_s_per_step) == ("data_bound", pytest.approx(0.020))
+    assert second.text == "Data loading takes 28% (20.0 ms) of a typical step of 71.0 ms."
+    assert second.action.startswith("see what takes the time of a batch")
+
+
 @pytest.mark.parametrize(
     ("data_ms", "kind"), [(40.0, "lack_of_cpu"), (60.0, "data_bound"), (75.0, "data_bound")]
 )

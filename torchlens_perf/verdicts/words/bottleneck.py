@@ -157,22 +157,23 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
         return self.join(f"{takes} of a step on the {self.device} ({step})", others, self.step_s)
 
 
-class ContentionEvidence(Evidence, frozen=True, kw_only=True, tag="contention"):
-    """Evidence on waits for a CPU that are part of the use of the step that another verdict names."""
+class SecondLimitEvidence(Evidence, frozen=True, kw_only=True, tag="second_limit"):
+    """Evidence on a second limit of the typical step: waits for a CPU that are part of data loading
+    or host code, or data loading or host code next to CPU contention. Its time may be part of the
+    first limit's."""
 
-    kinds = ("lack_of_cpu",)
+    kinds = ("lack_of_cpu", "data_bound", "host_bound")
     is_factor = True
     typical_step_s: float
-    lack_s: float
     lack_by_part_s: dict[str, float]
     """Waits for a CPU by the part of the step, the longest first."""
 
     def describe(self, verdict: Verdict) -> list[str]:
-        part, most_s = next(iter(self.lack_by_part_s.items()))
+        (use,), (part, most_s) = verdict.uses, next(iter(self.lack_by_part_s.items()))
+        where = f": {format_percent(most_s / use.seconds)} of it in {phase_name(part)}"
         return [
-            f"CPU contention takes {format_share(self.lack_s, self.typical_step_s)} of a typical"
-            f" step of {format_duration(self.typical_step_s)}: {format_percent(most_s / self.lack_s)}"
-            f" of it in {phase_name(part)}."
+            f"{use.what} takes {_format_use(use, self.typical_step_s)} of a typical step of"
+            f" {format_duration(self.typical_step_s)}{where * (use.kind == _LACK.kind)}."
         ]
 
 
@@ -339,7 +340,7 @@ def _add_lack(use: TimeShare, account: TimeAccount, parts: Sequence[str]) -> Tim
 
 
 def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
-    """Return the verdict on the typical step, and verdicts on costly classes of long steps.
+    """Return the verdict on the typical step, on its second limit, and on costly classes of long steps.
 
     waits_explained: True if another verdict names a rank for which other ranks wait. Waits in
     communication are then left out.
@@ -349,8 +350,8 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
     # With fewer typical steps, the usual duration is not known.
     if report["steps"]["alike"] < _FEWEST:
         classes = [each for each in classes if each["kinds"] or each["waited_for"] is not None]
-    contention = _build_contention_verdicts(report, typical)
-    if typical.kind == "lack_of_cpu" or contention:
+    second = _build_second_verdicts(report, typical)
+    if "lack_of_cpu" in {each.kind for each in (typical, *second)}:
         # This verdict also explains steps that differ only by a longer lack of a CPU.
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
@@ -381,7 +382,7 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
         )
         for each in worth[:_MAX_LONG]
     ]
-    return [typical, *contention, *long]
+    return [typical, *second, *long]
 
 
 def _join_classes_by_kind(classes: Sequence[LongSteps], last: int) -> list[LongSteps]:
@@ -527,27 +528,46 @@ def _find_gap(report: Facts, use: TimeShare, step_s: float) -> LargestGap | None
     return gap if smaller_s >= NEARLY * larger_s else None
 
 
-def _build_contention_verdicts(report: Facts, typical: Verdict) -> list[Verdict]:
-    """Return the verdict on waits for a CPU that are in the limit of the step; [] for small ones."""
-    if report["run"]["device"] is not None or typical.phase not in _GAP:
+def _build_second_verdicts(report: Facts, typical: Verdict) -> list[Verdict]:
+    """Return verdicts on what takes much of the step next to its limit: waits for a CPU in data
+    loading or host code, or data loading or host code, with their waits, next to CPU contention."""
+    if (
+        report["run"]["device"] is not None
+        or not typical.uses
+        or typical.phase not in (*_GAP, _LACK.phase)
+    ):
         return []
     found = _break_down_host_step(report)
-    step_s, by_part_s = found.step_s, found.lack_by_part_s
-    lack_s = sum(by_part_s.values())
-    if lack_s < _WASTE_FIRST * step_s:
-        return []
+    step_s, account = found.step_s, found.account
+    least, uses = _WASTE_FIRST, [found.wait_of_kind(_LACK.kind)]
+    if typical.kind == _LACK.kind:
+        least, uses = (
+            _WORTH_DOING,
+            [
+                _add_lack(
+                    dataclasses.replace(each, seconds=account.sum_ns([each.phase]) / 1e9),
+                    account,
+                    [each.phase],
+                )
+                for each in _WAITS
+                if each.phase in _GAP
+            ],
+        )
     return [
         Verdict(
-            kind="lack_of_cpu",
-            phase="cpu",
-            cost_s_per_step=lack_s,
-            cost_share=lack_s / step_s,
+            kind=use.kind,
+            phase=use.phase,
+            cost_s_per_step=use.seconds,
+            cost_share=use.seconds / step_s,
             confidence=0.9,
-            action=cpu_action(report),
-            evidence=ContentionEvidence(
-                typical_step_s=step_s, lack_s=lack_s, lack_by_part_s=by_part_s
+            action=action_against(use, report),
+            uses=_name_uses(use),
+            evidence=SecondLimitEvidence(
+                typical_step_s=step_s, lack_by_part_s=found.lack_by_part_s
             ),
         )
+        for use in uses
+        if use.seconds >= least * step_s
     ]
 
 

@@ -93,6 +93,7 @@ def _build_all_verdicts(
         for each in long
         if not (grows and is_explained_by_growth(report, each))
         and not any(_is_of_slow_rank(each, one) for one in slow)
+        and (each.evidence.long is not None or each.phase not in {one.phase for one in now})
     ]
     typical = _replace_if_spans_too_deep(report, typical)
     if now and "lack_of_cpu" in named_kinds(typical):
