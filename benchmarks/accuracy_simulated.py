@@ -99,7 +99,8 @@ class Job:
             self.stages,
             node_size=max(1, min(8, self.ranks // 4)),
         )
-        noise = self.deviation / load_recorded_noise().deviation[0]
+        recorded = load_recorded_noise().individual.sum(axis=2, dtype=np.float64)
+        noise = self.deviation / float(recorded.std())
         return Simulation(topology, faults=faults, seed=seed, noise=noise, spread=self.spread)
 
 
@@ -356,7 +357,7 @@ def kinds(options: argparse.Namespace) -> int:
             named += bool(right)
             wrong += len(right) < len(findings.episodes)
             delays += [min(each.named_step for each in right) + 1 - FIRST_FAULTY] if right else []
-        planted = any(run.slow_ranks(step) for step in range(FIRST_FAULTY + 256))
+        planted = any(slow_ranks(run, step) for step in range(FIRST_FAULTY + 256))
         table.row(
             label,
             f"{named}/{options.runs}" if planted else "no rank is faulty",

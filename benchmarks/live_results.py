@@ -92,7 +92,7 @@ def _callbacks(table: Table, folder: str) -> None:
         with alerts.attached_to(session):
             began_s = time.perf_counter()
             for _ in range(LOOKS):
-                alerts.poll_alerts()
+                alerts._poll_alerts(session)
             look_us = 1e6 * (time.perf_counter() - began_s) / LOOKS
         met = table.bar(look_us <= MAX_LOOK_US)
         table.row(

@@ -38,7 +38,7 @@ def nvml(checks: Checks) -> None:
     notes = list(telemetry.notes)
     telemetry.close()
 
-    found = bool(idle) and idle[-1].temperature_c is not None
+    found = bool(idle) and idle[-1]["temperature_c"] is not None
     checks.bar(
         "nvml", "the UUID that torch tells, with our prefix, is NVML's", uuid, "found", found
     )
