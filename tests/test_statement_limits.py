@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.count_statements import SLACK, count_file, count_package, find_excess, find_raised
+from scripts.count_statements import (
+    GRANTS,
+    SLACK,
+    count_file,
+    count_package,
+    find_excess,
+    find_raised,
+)
 
 PYTHON = '''"""A docstring."""
 from __future__ import annotations
@@ -68,3 +75,16 @@ def test_sum_only_falls_and_code_may_move() -> None:
         "the sum of the limits (Python) has risen by 1: it only falls."
     ]
     assert not [*find_raised({"Python": {"run": 13}}, [])]
+
+
+def test_granted_folder_has_a_limit_outside_the_sum() -> None:
+    """The folder may grow up to its grant, and does not pay for growth elsewhere."""
+    limits = {"Python": {"run": 5, **GRANTS}}
+    size = GRANTS["roles"]
+
+    assert not [*find_excess({"Python": {"run": 5, "roles": 1}}, limits)]
+    assert not [*find_raised(limits, [{"Python": {"run": 5}}])]
+    assert [*find_excess({"Python": {"run": 5, "roles": size + 2}}, limits)] == [
+        "roles has 2 more than its limit (Python): delete as many."
+    ]
+    assert [*find_raised({"Python": {"run": 6}}, [{"Python": {"run": 5, "roles": size}}])]

@@ -38,6 +38,7 @@ if _typing.TYPE_CHECKING:
     from torchlens_perf.recorder.device_sections import device_section
     from torchlens_perf.recorder.recorder import Section, section
     from torchlens_perf.results.run import Run
+    from torchlens_perf.roles.recording import event, role
     from torchlens_perf.watching import Watch, watch
 else:
     # No module may have the name of a function: the import of a module `torchlens_perf.watch` would
@@ -45,7 +46,7 @@ else:
     _MODULES = {
         "Config": "config", "ConfigError": "errors", "Section": "recorder.recorder", "TorchlensPerfError": "errors",
         "Watch": "watching", "device_section": "recorder.device_sections", "section": "recorder.recorder",
-        "watch": "watching",
+        "event": "roles.recording", "role": "roles.recording", "watch": "watching",
     }  # fmt: skip
 
     def __getattr__(name):
@@ -77,5 +78,6 @@ def open_run(run_dir: "str | _os.PathLike[str]") -> "Run":
 
 
 __all__ = [
-    "Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "open_run", "section", "watch",
+    "Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "event", "open_run",
+    "role", "section", "watch",
 ]  # fmt: skip

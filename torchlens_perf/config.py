@@ -35,7 +35,7 @@ in a file.
 """
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of this package that are not settings.
-_NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
+_NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", "TORCHLENS_PERF_ROLE", RAISE}
 
 # Patterns are compiled when they are used, which few programs do.
 _MASKED = r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)"

@@ -8,6 +8,7 @@
       nodes/NODE.log       log of the sidecar
       steps/NODE-*.parquet one row a step and rank
       spans/NODE-*.parquet one row a record
+      events/NODE-*.parquet  one row an event of a job with roles, see roles/
       oom/rankNNNNN-STEP.json, .txt  live memory of a device at an out-of-memory error
       gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds
       captures/            detailed traces of a few steps, see captures.py
@@ -20,6 +21,7 @@
         KEY.ring           a rank's ring file, or a link to the memory of the process that made it
         KEY.held           a link to the process that keeps such memory open
         TIME-KEY.registered  a link to a ring file that a sidecar can read
+        KEY.events         events of a process of a job with roles, see roles/event_file.py
         KEY.report, .answer, .view, .alerts   messages from the sidecar, see mailbox.py
         sidecar.lock, sidecar.log  the log is here until the run directory exists
 
@@ -69,7 +71,7 @@ _MEMBER = "-rank"
 # The second group of the pattern matches the PID namespace.
 _CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")
 _REGISTERED, _HELD = ".registered", ".held"
-_LOCK, _LOG = "sidecar.lock", "sidecar.log"
+SIDECAR_LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
 _REMOVED = "removed or renamed while the run recorded"
 # A ring file takes at most 1/16 of the free space. Containers often have only 64 MB of shared
@@ -84,7 +86,7 @@ _LIMITS_OF_PROCESS = (errno.EFBIG, errno.EMFILE)
 _T = TypeVar("_T")
 
 
-TABLES = ("steps", "spans", "gpus", "links", "processes")
+TABLES = ("steps", "spans", "gpus", "links", "processes", "events")
 """Folders of the run directory that contain the Parquet files of one table each."""
 
 
@@ -167,7 +169,7 @@ class RunDirectory:
         if not ring.is_relative_to(self.path):
             # Sidecars process the links in alphabetical order, so names start with the time.
             link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
-            _call_in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
+            call_in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
         with open(
             self.node_rings_path(node), "ab", buffering=0, opener=ownership.open_to_append
@@ -228,7 +230,7 @@ class RunDirectory:
         for path in self.ring_and_registration_paths(ring):
             memory.remove_ring_paths(str(path))
         # The folder may still contain other ring files or the sidecar's lock.
-        _remove_if_empty(ring.parent)
+        remove_if_empty(ring.parent)
 
     def ring_and_registration_paths(self, ring: Path) -> list[Path]:
         """Return the paths of a ring file and of the links that register it on this node."""
@@ -237,7 +239,7 @@ class RunDirectory:
     def remove_empty_local_folders(self) -> None:
         """Remove the run's empty folders on this node. Called by ranks that do not record."""
         for parent in _local_parent_folders():
-            _remove_if_empty(_local_folder_path(parent, self.run_id))
+            remove_if_empty(_local_folder_path(parent, self.run_id))
 
     def remove_local_leftovers(self) -> None:
         """Remove the run's leftover files on this node except the lock. Called by a sidecar that
@@ -245,7 +247,7 @@ class RunDirectory:
         """
         for path in self._find_local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
-            left |= (
+            left |= (path.suffix == mailbox.EVENTS and not is_writer_running(path)) or (
                 path.suffix in (*mailbox.KINDS, _HELD) and not path.with_suffix(".ring").exists()
             )
             if left or path.name == _LOG:
@@ -311,7 +313,7 @@ def _claim_or_join(
                 return claimed
         raise AssertionError
 
-    return _call_in_local_folder("", claim)
+    return call_in_local_folder("", claim)
 
 
 def _join_claim(link: Path, holder: str, member: int | None) -> bool:
@@ -394,7 +396,7 @@ def _local_folder_path(parent: Path, run_id: str) -> Path:
     return parent / f"{run_id}.{namespace_digest()}"
 
 
-def _call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
+def call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
     """Call `work` with the first folder of create_local_folders() in which it succeeds.
 
     Raise RunStoreError if it succeeds in no folder.
@@ -418,7 +420,9 @@ def _call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
 
 def find_sidecar_lock(run_id: str) -> Path | None:
     """Return the path of the node's sidecar lock file if it exists. Nothing is created."""
-    paths = (_local_folder_path(parent, run_id) / _LOCK for parent in _local_parent_folders())
+    paths = (
+        _local_folder_path(parent, run_id) / SIDECAR_LOCK for parent in _local_parent_folders()
+    )
     return next((path for path in paths if path.exists()), None)
 
 
@@ -427,7 +431,7 @@ def sidecar_lock_path(run_id: str) -> Path:
 
     Raise RunStoreError if no folder is writable.
     """
-    return _call_in_local_folder(run_id, lambda folder: folder / _LOCK)
+    return call_in_local_folder(run_id, lambda folder: folder / SIDECAR_LOCK)
 
 
 def sidecar_log_path(lock: Path) -> Path:
@@ -445,7 +449,7 @@ def _modified_ns(folder: Path) -> int:
         return 0
 
 
-def _remove_if_empty(folder: Path) -> None:
+def remove_if_empty(folder: Path) -> None:
     """Remove a run's folder, and the parent folder of all runs of this user, if they are empty."""
     with suppress(OSError):
         folder.rmdir()

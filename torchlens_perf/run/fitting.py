@@ -94,9 +94,9 @@ def _encoded_size(part: _RemovablePart) -> int:
 
 
 def _encode_json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), default=_known_fields).encode()
-
-
-def _known_fields(part: object) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not None."""
-    return {name: value for name, value in vars(part).items() if value is not None}
+    """Return a value as JSON. Fields of dataclasses that are None are left out."""
+    return json.dumps(
+        value,
+        separators=(",", ":"),
+        default=lambda part: {k: v for k, v in vars(part).items() if v is not None},
+    ).encode()

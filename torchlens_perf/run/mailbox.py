@@ -31,6 +31,8 @@ RESULTS.
 ALERTS = ".alerts"
 """Mailbox for the newest alerts as a JSON list."""
 KINDS = (REPORT, ANSWER, VIEW, ALERTS)
+EVENTS = ".events"
+"""Suffix of files in which processes write events (roles/), in the same folders."""
 RESULTS, STEPS = "results", "steps"
 _END = b"\0"
 _POLL_INTERVAL_S = 0.01

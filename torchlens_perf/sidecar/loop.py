@@ -213,6 +213,7 @@ class _RoundRunner:
         sidecar.sample_telemetry()
         sidecar.read_commit()
         sidecar.relay_captures(now_s, final=not more)
+        sidecar.read_events()
         # Write the report before the export, because rank 0 waits for the report and an export may
         # be slow.
         with (

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.diagnosis.job_status import JobStatus, measure_job
@@ -19,7 +20,7 @@ from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, NodeRole, Receiver
 from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
-from torchlens_perf.run.mailbox import deliver_text
+from torchlens_perf.run.mailbox import EVENTS, deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
 from torchlens_perf.run.rank_facts import RankFacts, decode_path
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE
@@ -82,6 +83,7 @@ class Sidecar:
         self._captures = CaptureRelay(run)
         self.exporter, self._open_exporter = exporter, open_exporter
         self._part: NodeRole | None = None
+        self.events: Any = None
         self.receivers: list[Receiver] = [exporter] if exporter is not None else []
         """The exporter and /metrics, if there are any. The exporter is first, because /metrics links
         to the spans that it sends."""
@@ -178,6 +180,21 @@ class Sidecar:
             self._add_notes(self._captures.notes)
             if final:
                 self._captures.close()
+
+    def read_events(self) -> None:
+        """Read the events of this node's processes, if a process of the job has a role."""
+        if self.run.find_local_mailboxes(EVENTS):
+            with self.contain_errors("reading events"):
+                # Jobs without roles do not need this module.
+                from torchlens_perf.roles.drain import read_events
+
+                self.events = read_events(
+                    self.run,
+                    self.state.host,
+                    self.events,
+                    disk_bytes=self.sources.settings.disk_bytes,
+                    ended=any(source.read_to_end for source in self.sources),
+                )
 
     def export_results(self, *, final: bool = False) -> None:
         """Pass counted records and findings to the exporter, if there is one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,7 +43,9 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         step=reader.read_counter(ring.STEP),
         since_step_s=now_s - seen.step_s,
         report_age_s=0.0,
-        usual_step_s=median_step_s(source.durations_ns),
+        usual_step_s=(
+            statistics.median(source.durations_ns) / 1e9 if len(source.durations_ns) >= 10 else 0.0
+        ),
         issued=issued,
         inside=tuple(span.name for span in reader.read_open_spans()[1:]),
         state=ended or read_process_state(state.identity.pid, state.identity.process_started),
@@ -83,8 +85,3 @@ def count_passes(waiting: Iterable[tuple[npt.NDArray[np.void], object]]) -> int:
     ends = np.flatnonzero(kinds == Kind.STEP)
     kinds = kinds[ends[-1] + 1 :] if len(ends) else kinds
     return 0 if (kinds == Kind.BACKWARD).any() else int((kinds == Kind.FORWARD).sum())
-
-
-def median_step_s(durations_ns: Sequence[float]) -> float:
-    """Return the median duration of the last steps, or 0 with fewer than ten steps."""
-    return statistics.median(durations_ns) / 1e9 if len(durations_ns) >= 10 else 0.0

@@ -62,7 +62,14 @@ class VerdictPeriods:
 
         verdicts: the verdicts on the run as a whole. The result also has verdicts on its parts.
         """
-        noted = self._collect_past_findings({each.kind for each in verdicts})
+        shown = {each.kind for each in verdicts}
+        # After the run, findings that were open at its end are included if they have no verdict.
+        noted = [
+            structs.replace(self._build_past_verdict(each), held=self._period_of_finding(each))
+            for each in self.records.findings[::-1]
+            if each.kind != "straggler"
+            and (each.is_over or (not self.facts["run"]["live"] and each.kind not in shown))
+        ]
         hung = {each.since_step for each in noted if each.kind == past_kind("hang")}
         # Long steps that are all steps of hangs have no verdict of their own.
         found = [
@@ -227,19 +234,6 @@ class VerdictPeriods:
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         evidence = past.RunPartEvidence(step_s, spent_s, what, rest_s, everywhere)
         return past.build_run_part_verdict(use, evidence, held, self.facts)
-
-    def _collect_past_findings(self, shown: set[str]) -> list[Verdict]:
-        """Return verdicts on the sidecar's ended findings, the newest first.
-
-        After the run, findings that were open at its end are included if they have no verdict.
-        shown: the kinds of the report's verdicts.
-        """
-        return [
-            structs.replace(self._build_past_verdict(each), held=self._period_of_finding(each))
-            for each in self.records.findings[::-1]
-            if each.kind != "straggler"
-            and (each.is_over or (not self.facts["run"]["live"] and each.kind not in shown))
-        ]
 
     def _build_past_verdict(self, noted: Finding) -> Verdict:
         if noted.hang is None:

@@ -23,17 +23,17 @@ def describe_overhead(quality: Quality) -> str:
     shares = quality["overhead_share"], quality["overhead_low"], quality["overhead_high"]
     if shares[0] is None:
         return "not measured"
-    text, *ends = [_format_share(each) for each in shares if each is not None]
+    text, *ends = [
+        f"{each:.2%}" if each >= 0.0001 or not each else "<0.01%"
+        for each in shares
+        if each is not None
+    ]
     interval = f" ({' to '.join(ends)})" if set(ends) - {text} else ""
     periods = {"modules": quality["module_period"], "device phases": quality["phase_period"]}
     thinned = "".join(
         f"; {what} timed in 1 of {period} steps" for what, period in periods.items() if period > 1
     )
     return f"{text} of step time{interval}{thinned}"
-
-
-def _format_share(share: float) -> str:
-    return f"{share:.2%}" if share >= 0.0001 or not share else "<0.01%"
 
 
 def step_count_text(report: Report) -> str:

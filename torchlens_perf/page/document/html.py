@@ -104,7 +104,11 @@ def build_document(contents: PageContents, parts: PageParts | None = None) -> st
         _build_keys(),
         raw_element(
             "script",
-            escape_json(contents_as_json(contents)),
+            # JSON text must not end a script element.
+            contents_as_json(contents)
+            .replace("<", "\\u003c")
+            .replace(">", "\\u003e")
+            .replace("&", "\\u0026"),
             type="application/json",
             id="contents",
         ),
@@ -201,11 +205,6 @@ def contents_as_json(contents: PageContents) -> str:
         rank["rank"] for rank in ranks_by_prominence(contents["report"])[:_MAX_LINES]
     ]
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
-
-
-def escape_json(text: str) -> str:
-    """Escape angle brackets and ampersands: JSON text must not end a script element."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _csp_hash(text: str) -> str:

@@ -12,7 +12,7 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowPeriod
 from torchlens_perf.page.gather.step_grid import StepGrid
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.words.report import Rank, Report
+from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.rank_tables import compute_s
 
 MAX_STEPS = 64
@@ -106,7 +106,12 @@ def choose_ranks(
     ]
     nodes = list(dict.fromkeys(node_of[rank] for rank in chosen))[:2]
     near = [rank for rank in rows if node_of[rank] in nodes and rank not in chosen]
-    chosen += sorted(near, key=lambda rank: -_waiting_s(rows[rank]))[:_WAITING]
+    waits_s = {
+        rank: row["typical"]["parts"].get("communication", 0.0)
+        for rank, row in rows.items()
+        if row["typical"] is not None
+    }
+    chosen += sorted(near, key=lambda rank: -waits_s.get(rank, 0.0))[:_WAITING]
     middle = compute_s(rows[by_compute[len(by_compute) // 2]])
     usual = sorted(
         (rank for rank in near if rank not in chosen),
@@ -117,9 +122,3 @@ def choose_ranks(
         (rank for rank in by_compute[len(by_compute) // 2 :] if rank not in chosen), None
     )
     return sorted([*chosen, *([elsewhere] if elsewhere is not None else [])])[:MAX_RANKS]
-
-
-def _waiting_s(rank: Rank) -> float:
-    return (
-        rank["typical"]["parts"].get("communication", 0.0) if rank["typical"] is not None else 0.0
-    )

@@ -862,7 +862,14 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         return unrecorded
     first, pace = found.limit, find_host_pace(report)
     if first.kind == "host_bound" and lacks_phases(timed):
-        return _build_untimed_verdict(device, found)
+        # The work on the device is outside of all phases.
+        return Verdict(
+            kind="not_known",
+            confidence=0.0,
+            action=_SECTION_ACTION,
+            uses=_name_uses(found.limit),
+            evidence=UntimedDeviceEvidence(device, found.step_s, has_device_times=True),
+        )
     if pace is not None:
         inside_s = (pace.idle_s or 0.0) - found.wait_of_kind("host_bound").seconds
         if first is found.computing or inside_s > first.seconds:
@@ -982,17 +989,6 @@ def _build_graph_verdict(report: Facts, device: str) -> Verdict:
         action=action,
         notes=_name_other_processes(report),
         evidence=GraphReplayEvidence(step_s, longest, device),
-    )
-
-
-def _build_untimed_verdict(device: str, found: StepBreakdown) -> Verdict:
-    """Return the verdict on steps whose work on the device is outside of all phases."""
-    return Verdict(
-        kind="not_known",
-        confidence=0.0,
-        action=_SECTION_ACTION,
-        uses=_name_uses(found.limit),
-        evidence=UntimedDeviceEvidence(device, found.step_s, has_device_times=True),
     )
 
 

@@ -1,0 +1,101 @@
+"""Tests of moving events into the run directory, and of reading them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.roles.drain import EventReader, read_events
+from torchlens_perf.roles.event_file import CAPACITY, CODES, EventFile
+from torchlens_perf.run import directory
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.processes import process_start_ticks
+from torchlens_perf.store.reader import ParquetFile, ParquetFolder
+
+NODE = "host-abc123"
+BEGIN, END = CODES["generation_begin"], CODES["generation_end"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """Return a run directory whose node has its files in a folder of this test."""
+    monkeypatch.setattr(directory, "_SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "run").mkdir()
+    return RunDirectory(tmp_path / "run")
+
+
+def open_file(run: RunDirectory, process: str, role: str, name: str = "") -> EventFile:
+    made = directory.call_in_local_folder(
+        run.run_id, lambda folder: EventFile(folder / f"{process}.events")
+    )
+    made.describe_process(role, name)
+    return made
+
+
+def rows(run: RunDirectory) -> list[dict[str, object]]:
+    tables = ParquetFolder(run.path / "events").read_each(ParquetFile.read_table)
+    return [
+        {**row, "time": None}
+        for table in tables
+        for row in table.drop_columns(["time"]).to_pylist()
+    ]
+
+
+def test_events_of_all_processes_become_rows(run: RunDirectory) -> None:
+    open_file(run, "rollout-1-1", "rollout", "engine-1").write(END, "a", 3, 10, 20)
+    open_file(run, "tool-2-2", "tool").write(CODES["tool_end"], "a", "", -1, -1)
+    read_events(run, NODE, None, disk_bytes=1 << 30, ended=True)
+
+    found = rows(run)
+    assert {each["process"]: (each["role"], each["name"], each["event"]) for each in found} == {
+        "rollout-1-1": ("rollout", "engine-1", "generation_end"),
+        "tool-2-2": ("tool", "", "tool_end"),
+    }
+    assert [(each["id"], each["batch"], each["tokens_out"]) for each in found] == [
+        ("a", "3", 20), ("a", "", None),
+    ]  # fmt: skip
+    assert {each["host"] for each in found} == {"host"}
+
+
+def test_next_sidecar_continues_after_the_last_event(run: RunDirectory) -> None:
+    file = open_file(run, "rollout-1-1", "rollout")
+    for sample in range(3):
+        file.write(BEGIN, sample, "", -1, -1)
+        reader = EventReader(run, NODE)
+        reader.read()
+        reader.write(1 << 30)
+
+    assert [each["id"] for each in rows(run)] == ["0", "1", "2"]
+
+
+def test_lost_events_are_in_the_footer(run: RunDirectory) -> None:
+    """The process is running, so that the sidecar reads its file while events are written."""
+    pid = 1
+    file = open_file(run, f"rollout-{pid}-{process_start_ticks(pid)}", "rollout")
+    for sample in range(CAPACITY + 7):
+        file.write(BEGIN, sample, "", -1, -1)
+    read_events(run, NODE, None, disk_bytes=1 << 30, ended=True)
+
+    (footer,) = ParquetFolder(run.path / "events").read_each(lambda each: each.footer)
+    assert footer == {file.path.stem: {"last_sequence": CAPACITY + 7, "lost": 7}}
+
+
+def test_files_of_ended_processes_go_with_the_sidecar(run: RunDirectory) -> None:
+    pid = 1
+    running = open_file(run, f"tool-{pid}-{process_start_ticks(pid)}", "tool")
+    ended = open_file(run, "rollout-1-1", "rollout")
+    run.remove_local_leftovers()
+
+    assert running.path.exists()
+    assert not ended.path.exists()
+
+
+def test_young_run_writes_no_file_for_each_round(run: RunDirectory) -> None:
+    open_file(run, "rollout-1-1", "rollout").write(BEGIN, 1, "", -1, -1)
+    reader = read_events(run, NODE, None, disk_bytes=1 << 30, ended=False)
+
+    assert not (run.path / "events").exists()
+    read_events(run, NODE, reader, disk_bytes=1 << 30, ended=True)
+    assert len(rows(run)) == 1

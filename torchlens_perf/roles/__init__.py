@@ -1,0 +1,1 @@
+"""Jobs with several roles: trainers, rollout engines, tools and rewards of reinforcement learning."""

@@ -1,0 +1,126 @@
+"""Move the events of a node's processes into the run directory, as the table `events`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pyarrow as pa
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.output import sidecar_logger as logger
+from torchlens_perf.roles.event_file import (
+    EVENTS,
+    FOLDER,
+    NOT_GIVEN,
+    NewEvents,
+    read_new_events,
+)
+from torchlens_perf.run.clock import HostClock
+from torchlens_perf.run.directory import RunDirectory, is_writer_running
+from torchlens_perf.run.mailbox import EVENTS as SUFFIX
+from torchlens_perf.run.place.node import host_of_node
+from torchlens_perf.store.reader import ParquetFolder
+from torchlens_perf.store.writer import EncodedFile, TableWriter
+
+_COLUMNS = (
+    "host", "process", "role", "name", "event", "id", "batch", "tokens_in", "tokens_out", "monotonic_ns", "sequence",
+)  # fmt: skip
+_DISK_DIVISOR = 16
+_MAX_UNWRITTEN = 1 << 20
+_MIN_PERIOD_S, _MAX_PERIOD_S = 10.0, 120.0
+
+
+class EventReader:
+    """Reader of all event files of a node, for its sidecar. One thread."""
+
+    def __init__(self, run: RunDirectory, node: str) -> None:
+        self._run, self._node = run, node
+        self._writer = TableWriter([run.path / FOLDER], node)
+        self._rows: list[tuple[Any, ...]] = []
+        self._anchor = HostClock().anchor()
+        self._began_s = self._written_s = time.monotonic()
+        # The footer of the next file: last sequence number and lost events by process. An earlier
+        # sidecar may have written files.
+        self._read: dict[str, dict[str, int]] = {}
+        for footer in ParquetFolder(run.path / FOLDER, [node], logger.warning).read_each(
+            lambda file: file.footer
+        ):
+            self._read.update(footer)
+
+    def read(self) -> None:
+        """Read the new events of all files."""
+        for path in self._run.find_local_mailboxes(SUFFIX):
+            known = self._read.setdefault(path.stem, {"last_sequence": 0, "lost": 0})
+            ended = not is_writer_running(path)
+            try:
+                found = read_new_events(path, known["last_sequence"], ended=ended)
+            except (OSError, RunStoreError) as error:
+                logger.warning("events of %s cannot be read: %s", path.name, error)
+                continue
+            if len(self._rows) + len(found.events) > _MAX_UNWRITTEN:
+                # The run directory cannot be written. Events stay in their file, or are lost there.
+                continue
+            self._add(path.stem, found)
+            known["lost"] += found.lost
+            known["last_sequence"] += found.lost + len(found.events)
+
+    def _add(self, process: str, found: NewEvents) -> None:
+        host = host_of_node(self._node)
+        for each in found.events:
+            self._rows.append(
+                (
+                    host, process, found.role, found.name, EVENTS[each["code"]], _text(each["id"]),
+                    _text(each["batch"]), _number(each["tokens_in"]), _number(each["tokens_out"]),
+                    int(each["time_ns"]), int(each["sequence"]),
+                )
+            )  # fmt: skip
+
+    @property
+    def is_file_due(self) -> bool:
+        """True if the last file is old enough. Files of long runs are rarer."""
+        now_s = time.monotonic()
+        period_s = min(_MAX_PERIOD_S, max(_MIN_PERIOD_S, (now_s - self._began_s) / 20))
+        return now_s - self._written_s >= period_s
+
+    def write(self, disk_bytes: int) -> None:
+        """Write the events that were read, if there are any. Raise OSError."""
+        self._written_s = time.monotonic()
+        if not self._rows:
+            return
+        columns = dict(zip(_COLUMNS, zip(*self._rows, strict=True), strict=True))
+        offset_ns = self._anchor.offset_ns
+        encoded = EncodedFile()
+        arrays = {
+            name: pa.array(values, pa.string() if isinstance(values[0], str) else pa.int64())
+            for name, values in columns.items()
+        }
+        unix_ns = [each + offset_ns for each in columns["monotonic_ns"]]
+        arrays["time"] = pa.array(unix_ns, pa.timestamp("ns", tz="UTC"))
+        encoded.add_rows(pa.table(arrays))
+        self._writer.write_files(
+            {self._run.path / FOLDER: encoded}, disk_bytes // _DISK_DIVISOR, self._read
+        )
+        self._rows.clear()
+
+
+def read_events(
+    run: RunDirectory, node: str, reader: EventReader | None, *, disk_bytes: int, ended: bool
+) -> EventReader:
+    """Read the new events of a node, and write them if it is time. Return the reader.
+
+    reader: None at the first call. ended: True if a rank has ended, whose report needs all events.
+    """
+    reader = reader or EventReader(run, node)
+    reader.read()
+    if ended or reader.is_file_due:
+        reader.write(disk_bytes)
+    return reader
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+def _number(tokens: int) -> int | None:
+    return None if tokens == NOT_GIVEN else int(tokens)

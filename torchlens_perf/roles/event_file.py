@@ -1,0 +1,159 @@
+"""The file in which one process writes its events, and which the node's sidecar reads.
+
+The file is in shared memory, preallocated, mapped, and never grows. The newest event overwrites the
+oldest, so a writer never waits. Each event has a sequence number, so a reader can count the events
+that it missed, and a checksum, so a reader can detect an event that is being written.
+
+::
+
+    0     magic, checksum and length of the JSON object, the JSON object: role and name
+    4096  events, 128 bytes each
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import struct
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import ownership
+from torchlens_perf.run.rings import memory
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+ROLES = ("trainer", "rollout", "tool", "reward", "other")
+EVENTS = (
+    "sample_sent", "generation_begin", "generation_end", "tool_begin", "tool_end", "reward_begin",
+    "reward_end", "batch_complete", "steps_begin", "steps_end", "weights_publish_begin",
+    "weights_publish_end", "weights_take_begin", "weights_take_end",
+)  # fmt: skip
+"""Names of events. An event in a file has the index of its name."""
+CODES = {name: code for code, name in enumerate(EVENTS)}
+FOLDER = "events"
+"""Folder of the run directory with the table of events."""
+CAPACITY = 8192
+NOT_GIVEN = -1
+"""Number of tokens of an event without one."""
+
+_MAGIC = b"TLPEVNT1"
+_HEADER = struct.Struct("<8sII")
+_EVENTS_OFFSET, _EVENT_BYTES = 4096, 128
+_SIZE = _EVENTS_OFFSET + CAPACITY * _EVENT_BYTES
+_BODY = struct.Struct("<QqB3xii48s48s")
+_LONGEST_ID = 48
+
+
+class EventFile:
+    """The event file of this process. Any thread may write to it."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file with mode 0600. Raise OSError if there is not enough space."""
+        self.path = path
+        self.pid = os.getpid()
+        self._buffer = memory.reserve_file(path, _SIZE)
+        # next() is atomic, so that threads get different numbers without a lock.
+        self._sequences = itertools.count(1)
+
+    def describe_process(self, role: str, name: str) -> None:
+        """Store role and name of the process, which replace earlier ones."""
+        text = json.dumps({"role": role, "name": name}).encode()
+        header = _HEADER.pack(_MAGIC, zlib.crc32(text), len(text))
+        self._buffer[: len(header) + len(text)] = header + text
+
+    def write(
+        self, code: int, sample: object, batch: object, tokens_in: int, tokens_out: int
+    ) -> None:
+        """Write an event of the present time."""
+        sequence = next(self._sequences)
+        body = _BODY.pack(
+            sequence,
+            time.monotonic_ns(),
+            code,
+            tokens_in,
+            tokens_out,
+            encode_id(sample),
+            encode_id(batch),
+        )
+        at = _EVENTS_OFFSET + sequence % CAPACITY * _EVENT_BYTES
+        self._buffer[at : at + _EVENT_BYTES] = body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def encode_id(value: object) -> bytes:
+    """Return an id as bytes. The end of a long id becomes a digest, so different ids stay so."""
+    text = str(value).encode("utf-8", "backslashreplace")
+    if len(text) > _LONGEST_ID:
+        text = text[:31] + b"~" + hashlib.sha256(text).hexdigest()[:16].encode()
+    return text
+
+
+class NewEvents(NamedTuple):
+    """Events of one process that were not read before."""
+
+    role: str
+    name: str
+    events: npt.NDArray[np.void]
+    """In the order of their sequence numbers; the fields are those of event_dtype()."""
+    lost: int
+    """Number of events before the last one that were overwritten."""
+
+
+@functools.cache
+def event_dtype() -> np.dtype[np.void]:
+    """Return the NumPy structure of an event. Times are nanoseconds of CLOCK_MONOTONIC."""
+    import numpy as np
+
+    return np.dtype(
+        [
+            ("sequence", "<u8"), ("time_ns", "<i8"), ("code", "u1"), ("unused", "V3"), ("tokens_in", "<i4"),
+            ("tokens_out", "<i4"), ("id", "S48"), ("batch", "S48"), ("checksum", "<u4"),
+        ]
+    )  # fmt: skip
+
+
+def read_new_events(path: Path, after: int, *, ended: bool) -> NewEvents:
+    """Return the events of a file after a sequence number.
+
+    ended: True if its process writes no more. Otherwise, reading stops before an event that a
+    thread has begun to write. Raise OSError, or RunStoreError if the file is no event file.
+    """
+    import numpy as np
+
+    content = ownership.read_regular_file(path, _SIZE)
+    if len(content) < _SIZE or not content.startswith(_MAGIC):
+        raise RunStoreError(f"{path} is not a file of events")
+    role, name = _read_description(content)
+    found = np.frombuffer(content, event_dtype(), offset=_EVENTS_OFFSET)
+    found = found[found["sequence"] > after]
+    found = found[np.argsort(found["sequence"])]
+    whole = np.array(
+        [zlib.crc32(each.tobytes()[:-4]) == each["checksum"] for each in found], np.bool_
+    )
+    found = found[whole]
+    if not ended and len(found):
+        # Numbers below this one are overwritten, not about to be written.
+        oldest = max(after, int(found["sequence"][-1]) - CAPACITY) + 1
+        gaps = np.diff(found["sequence"].astype(np.int64), prepend=oldest - 1) > 1
+        if gaps.any() and int(found["sequence"][0]) >= oldest:
+            found = found[: int(gaps.argmax())]
+    last = int(found["sequence"][-1]) if len(found) else after
+    return NewEvents(role, name, found, last - after - len(found))
+
+
+def _read_description(content: bytes) -> tuple[str, str]:
+    """Return role and name; "other" and "" while they are being written."""
+    _, checksum, length = _HEADER.unpack_from(content)
+    text = content[_HEADER.size : _HEADER.size + min(length, _EVENTS_OFFSET)]
+    if zlib.crc32(text) != checksum or not text:
+        return "other", ""
+    described = json.loads(text)
+    return str(described["role"]), str(described["name"])
