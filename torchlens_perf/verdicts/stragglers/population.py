@@ -243,8 +243,9 @@ class Population:
         series = rows.stall_free_excess(episode.phase, index, begin)
         over = find_recovery(series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS)
         worth_ns = MIN_SHARE * self._running_ns
-        # With much noise, the test above cannot show that the excess has become small.
-        if over is None and series.mean() < worth_ns / 2:
+        # With much noise, the test above cannot show that the excess has become small. An excess of
+        # fewer than two standard errors may be chance.
+        if over is None and (series.mean() < worth_ns / 2 or episode.z_score < 2.0):
             over = min(int(np.cumsum(series - worth_ns).argmax()) + 1, len(series) - 1)
         if over is not None:
             return dataclasses.replace(
