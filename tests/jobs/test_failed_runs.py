@@ -178,13 +178,13 @@ with perf.watch(model, optimizer) as watch:
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        ("os._exit(7)", "exit code 7 ended the process before"),
+        ("os._exit(7)", "the process ended with exit code 7"),
         *long(
             (
                 "torch.ones(1 << 28)",
                 "killed by the kernel: out of memory (cgroup limit 512 MB; the rank used up to ",
             ),
-            ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL ended the process before"),
+            ("os.kill(os.getpid(), signal.SIGKILL)", "the process ended with SIGKILL"),
             (
                 "subprocess.run([sys.executable, '-c', 'b\"1\" * (1 << 30)'], check=True)",
                 "The kernel's OOM killer ended 1 process of its control group (cgroup limit 512",
