@@ -292,4 +292,5 @@ async def _error_response(request: Request, error: Exception) -> Response:
     root = "../" * (request.scope["raw_path"].count(b"/") - 1)
     title = "Not found" if status == 404 else "Waiting for the run"
     page = build_message_page(title, text, root, renews=status != 404)
-    return HTMLResponse(page, status, headers=PAGE_HEADERS)
+    # The page asks again every second, and browsers log each failure of a request.
+    return HTMLResponse(page, 202 if status == 503 else status, headers=PAGE_HEADERS)

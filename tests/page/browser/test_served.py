@@ -300,6 +300,24 @@ def test_list_on_a_phone_shows_all_verdicts_in_cards(tab: Tab) -> None:
     assert cut == []
 
 
+@pytest.mark.parametrize("width", [768, 1000, 1440])
+def test_list_does_not_scroll_sideways(tab: Tab, width: int) -> None:
+    """Less important columns are left out, so the finding stays visible."""
+    tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
+    tab.page.set_viewport_size({"width": width, "height": 800})
+    finding = tab.page.locator("td.run-verdict").first.bounding_box()
+
+    assert (
+        tab.value(
+            "(each => each.scrollWidth - each.clientWidth)(document.querySelector('.scrolls'))"
+        )
+        == 0
+    )
+    assert finding is not None
+    assert finding["width"] >= 250
+    assert tab.page.locator("td.run-started").first.is_visible() == (width != 1000)
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_list_and_live_page_are_accessible(tab_of: TabOf, server: PageServer, dark: bool) -> None:
     """No rule of WCAG 2.1 AA that can be checked by machine is violated."""
@@ -341,3 +359,19 @@ def test_hidden_page_sends_no_requests_until_it_is_visible(tab: Tab, server: Pag
     assert looks() == before
     hide("false")
     assert eventually(lambda: looks() > before)
+
+
+def test_page_of_a_run_that_begins_logs_no_error(tab_of: TabOf, tmp_path: Path) -> None:
+    """The page asks again every second, until the run has data."""
+    (tmp_path / "runs" / "begins" / "nodes").mkdir(parents=True)
+    with PageServer(tmp_path / "runs") as server:
+        tab = tab_of(Path("/"))
+        tab.page.goto(server.address)
+        tab.page.click("main td a")
+        tab.page.get_by_text("This page renews itself.").wait_for()
+        tab.problems.clear()
+        for _ in range(2):
+            with tab.page.expect_response(re.compile("/runs/begins/"), timeout=10_000) as answer:
+                pass
+            assert answer.value.status == 202
+        assert tab.problems == []
