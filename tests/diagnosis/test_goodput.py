@@ -363,7 +363,7 @@ def test_price_is_multiplied_by_device_hours(
     title, columns = capsys.readouterr().out.partition("Goodput (")[2].splitlines()[:2]
     total = format_rounded(found["cost"])
     assert f", cost {total})" in title
-    assert columns.split()[-3:] == ["rank", "hours", "cost"]
+    assert columns.split()[-3:] == ["rank", "time", "cost"]
 
     page = tmp_path / "page.html"
     assert main(["report", str(simulated), "--html", str(page), "--price-per-device-hour", "3600"]) == 0  # fmt: skip

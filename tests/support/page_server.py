@@ -114,7 +114,7 @@ class Viewer(ClientWithoutToken):
     def comparison(self, query: str, **headers: str) -> Answer:
         """Return the page that compares runs once they are read."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S
-        while (answer := self.ask(f"/compare?{query}", **headers)).status == 503:
+        while (answer := self.ask(f"/compare?{query}", **headers)).status in (202, 503):
             assert time.monotonic() < deadline_s, "the runs were not read"
             time.sleep(0.2)
         return answer

@@ -12,6 +12,13 @@ def test_column_of_durations_has_one_unit() -> None:
     assert column.texts() == ["40.1", "16.4", "0.2"]
 
 
+def test_column_of_long_durations_is_in_hours() -> None:
+    column = Column("rank time", [12_288.0, 2.83])
+
+    assert column.heading == "rank time h"
+    assert column.texts() == ["3.41", "<0.01"]
+
+
 def test_measured_value_below_the_last_digit_is_not_shown_as_zero() -> None:
     assert Column("data", [0.248, 0.0002, 0.0]).texts() == ["248", "<1", "0"]
 

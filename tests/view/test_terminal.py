@@ -406,7 +406,7 @@ def test_hang_of_many_ranks_shows_groups_of_ranks_with_their_lines_of_code() -> 
         r"\n  where       rank 7: inside forward GPT > blocks\.3, data\.py:12 in load_batch"
         r"\n              ranks 0-6: allreduce 57 of group 0, inside backward, train\.py:57 in main"
         r"\n              ranks 8-1023: allreduce 57 of group 0, inside backward"
-        r"\n  lost        12\.0 s on 1024 ranks \(3\.41 rank hours\)\n",
+        r"\n  lost        12\.0 s on 1024 ranks \(3 h 24 min of rank time\)\n",
         text,
     )
     assert re.search(r"\n  HANG        rank 7   since step 100   at [0-9:]{8} \w+\n", text)

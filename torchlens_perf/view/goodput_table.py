@@ -29,10 +29,9 @@ def build_goodput_table(report: Report) -> Table | None:
         Column("duration", _known(each.seconds for each in rows), help="Mean over the ranks."),
         Column("share of run", _known(each.share for each in rows), Quantity.SHARE),
         Column(
-            "rank hours" if report["run"]["device"] is None else "device hours",
-            _known(each.device_hours for each in rows),
-            Quantity.NUMBER,
-            0.6,
+            "rank time" if report["run"]["device"] is None else "device time",
+            _known(each.device_hours and 3600 * each.device_hours for each in rows),
+            optional=0.6,
         ),
         *columns_if(
             goodput.cost is not None,

@@ -14,7 +14,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_count,
     format_duration,
     format_percent,
-    format_rounded,
     format_run_duration,
     printable,
 )
@@ -173,7 +172,7 @@ def _describe_loss(row: Verdict, report: Report) -> str:
         return ""
     ranks, texts = report["run"]["world_size"], list[str]()
     if row.lost_s:
-        hours = f" on {ranks} ranks ({format_rounded(row.lost_s * ranks / 3600)} rank hours)"
+        hours = f" on {ranks} ranks ({format_run_duration(row.lost_s * ranks)} of rank time)"
         texts.append(f"{format_run_duration(row.lost_s)}{hours * (ranks > 1)}")
     attempt = None if report["goodput"] is None else report["goodput"].attempts[-1]
     if attempt is not None and attempt.saved_step is not None:

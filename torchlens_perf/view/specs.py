@@ -117,7 +117,7 @@ class Column:
         largest = self.unit_of or max(
             (abs(value) for value in self.values if isinstance(value, (int, float))), default=0
         )
-        for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        for scale, unit in ((3600.0, "h"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
             if largest >= scale:
                 return scale, unit
         return (1e-9, "ns") if largest else (1e-3, "ms")
