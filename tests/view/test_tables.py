@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.report.test_held import node
 from tests.verdicts.words.test_bottleneck import BASE
@@ -48,6 +50,32 @@ def test_slow_rank_is_the_first_row_of_the_rank_table(slow: Report) -> None:
     assert table.first == 8
     compute = column(table, "compute").values
     assert compute[0] > compute[1] >= compute[2]  # type: ignore[operator]
+
+
+def test_rank_table_names_its_steps_if_the_rank_was_slow_later(slow: Report) -> None:
+    """The verdict is then about fewer steps, so its compute time differs from that of the table."""
+    row = slow["verdicts"][0]
+    assert row.held is not None
+    later = structs.replace(row, held=structs.replace(row.held, since_step=40))
+
+    assert found(slow, "ranks").title == "Typical step of each rank"
+    late: Report = {**slow, "verdicts": [later]}
+    assert found(late, "ranks").title == "Typical step of each rank, steps 0 to 119"
+
+
+def test_shares_of_last_arrivals_name_their_whole(slow: Report) -> None:
+    """Each of several groups has its own last rank."""
+    last = column(found(slow, "ranks"), "last to arrive").values
+    assert sum(last) == pytest.approx(1)  # type: ignore[arg-type]
+    in_groups: Any = {
+        **slow,
+        "ranks": [
+            {**rank, "arrived_last": {"count": 9, "joined": 10, "share": 0.9}}
+            for rank in slow["ranks"]
+        ],
+    }
+
+    assert column(found(in_groups, "ranks"), "last in own groups").values[0] == 0.9
 
 
 def test_table_of_many_equal_ranks_shows_four_and_summarizes_the_rest(clean: Report) -> None:

@@ -122,7 +122,7 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
     elif rank["state"] == "died":
         yield f"died {open_spans_phrase(rank['inside'])}"
     if last is not None:
-        yield f"last to arrive in {format_percent(last['share'])} of {last['joined']:,} collectives"
+        yield f"last to arrive in {format_percent(last['share'])} of its {last['joined']:,} collectives"
     used = "not measured"
     if memory["last_bytes"] is not None and memory["max_bytes"] is not None:
         used = f"{format_bytes(memory['last_bytes'], 'B')}, peak {format_bytes(memory['max_bytes'], 'B')}"

@@ -63,6 +63,8 @@ def build_rank_table(report: Report) -> Table | None:
     seen = {part for rank in ranks for part in (*rank["phases"], *rank["not_measured"])}
     contention_s = [_contention_s(rank) for rank in ranks]
     last = [rank["arrived_last"] for rank in ranks]
+    # Each process group has a last rank of its own.
+    whole = "in own groups" if sum(each["share"] for each in last if each) > 1.001 else "to arrive"
     memory = [rank["memory"]["max_bytes"] for rank in ranks]
     columns = [
         *columns_if(several, *_rank_columns(ranks)),
@@ -88,8 +90,8 @@ def build_rank_table(report: Report) -> Table | None:
         ),
         *columns_if(
             several and any(last),
-            Column("last to arrive", [each and each["share"] for each in last], Quantity.SHARE, 0.5,
-                   "Share of the compared collectives in which the rank arrived last."),
+            Column(f"last {whole}", [each and each["share"] for each in last], Quantity.SHARE, 0.5,
+                   "Share of the compared collectives of the rank's process groups in which it arrived last."),
         ),
         *columns_if(
             any(memory),
@@ -98,7 +100,7 @@ def build_rank_table(report: Report) -> Table | None:
         ),
     ]  # fmt: skip
     clock = ", host clock" if report["run"]["device"] is not None else ""
-    title = f"Typical step of each rank{clock}" if several else f"Typical step{clock}"
+    title = f"Typical step{' of each rank' * several}{_covered_steps(report)}{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
     notes = [
         _compute_note(report, {rank["rank"]: compute_s(rank) for rank in ranks}) if by_host else "",
@@ -134,13 +136,15 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
         since = None if row.held is None else row.held.since_step
         if work_s is not None and rank is not None and since is not None:
             mean = format_duration(work_s)
-            if mean == format_duration_or_dash(compute_s.get(rank)):
-                return ""
-            return (
-                f"Typical steps are shown. Since step {since}, rank {rank} computes {mean} on"
-                " average."
-            )
+            if mean != format_duration_or_dash(compute_s.get(rank)):
+                return f"Since step {since}, rank {rank} computes {mean} on average."
     return ""
+
+
+def _covered_steps(report: Report) -> str:
+    """Return the steps of a table if the verdict on a slow rank is about fewer steps; else ""."""
+    is_later = any(row.held and row.held.since_step for row in current_stragglers(report))
+    return f", steps 0 to {report['steps']['made'] - 1}" if is_later else ""
 
 
 def build_device_table(report: Report) -> Table | None:
@@ -200,7 +204,8 @@ def build_device_table(report: Report) -> Table | None:
         _compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True)))
     ] if judged else []  # fmt: skip
     clocks = " and ".join(sorted({str(each["clock"]) for each in times if each["clock"]}))
-    title = f"Typical step of {'each rank' if several else 'the device'}, device clock"
+    whose = "each rank" if several else "the device"
+    title = f"Typical step of {whose}{_covered_steps(report)}, device clock"
     note = " ".join(filter(None, (*notes, f"Measured by {clocks}." if clocks else "")))
     return Table(
         "device_times", title, columns, slow, first, note, "rank", "compute" if judged else "step"
