@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.ranks import Rank
 from tests.support.recorders import FakeClock
 from torchlens_perf.results import notebook
-from torchlens_perf.results.ask import RunHandle
+from torchlens_perf.results.ask import Results, RunHandle
 from torchlens_perf.results.notebook import NotebookCell
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import VIEW, deliver_text
@@ -58,7 +59,7 @@ class Shown:
         self.live = self.cell._update_live(RunHandle(run, self.session, True, ""))
 
     def write(self, text: str) -> None:
-        value = json.dumps({"text": text, "html": "", "summary": {}}) if text else ""
+        value = json.dumps({"text": text, "html": "", "summary": {}, "page": ""}) if text else ""
         deliver_text(str(self.session.ring_path.with_suffix(VIEW)), value)
 
     def step_ends(self, at_s: float) -> list[str]:
@@ -116,3 +117,19 @@ def test_cell_of_a_large_job_is_not_updated(shown: Shown) -> None:
     shown.write("")
     assert shown.step_ends(0.0) == []
     assert shown.cell._newest.missing == notebook.TOO_MANY
+
+
+def test_cell_links_to_the_page_in_the_folder_of_the_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook cannot open pages elsewhere."""
+    page = str(tmp_path / "runs" / '<a "b">' / "report.html")
+    found = Results("text", "<div></div>", {}, "", page)
+    monkeypatch.chdir(tmp_path)
+    here = notebook.to_mime_bundle(found)["text/html"]
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+
+    assert 'href="runs/%3Ca%20%22b%22%3E/report.html"' in here
+    assert notebook.to_mime_bundle(found)["text/html"] == "<div></div>"
+    assert notebook.to_mime_bundle(found._replace(page=""))["text/html"] == "<div></div>"

@@ -2,7 +2,7 @@
 
 Untrusted notebooks, GitHub and notebook viewers remove scripts and style sheets. The cell is
 therefore plain HTML with few inline styles and charts as images, without class, id, script, frame
-or link. The text uses the colours of the notebook's theme.
+or link. The text uses the colours of the notebook's theme. Status and charts have those of the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.errors import printable
-from torchlens_perf.page.sections.section import ranks_in_verdicts
+from torchlens_perf.page.sections.section import ranks_by_prominence
 from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw_step_chart
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
@@ -39,24 +39,32 @@ A notebook file stores every output, and a live cell is updated once a second.
 """
 _MAX_VERDICTS, _MAX_NOTES, _MAX_CHARACTERS = 6, 8, 600
 _ATTRIBUTES = ("alt", "open", "src", "style")
+_CHIP = (
+    "background-color: {}; color: #ffffff; padding: 0px 8px; border-radius: 4px; font-size: 12px"
+)
+"""Style of the status, with a colour of its own that is readable in light and dark notebooks."""
 
 
 def results_from_run(run: RunDirectory) -> str:
     """Return a run's results from its state files. Raise RunStoreError if none can be read."""
-    report = load_report(run)
+    report, page = load_report(run), run.report.with_suffix(".html")
     return results_as_json(
-        report, str(run.path), render_full(report, str(run.path), columns=0, color=False)
+        report,
+        str(run.path),
+        render_full(report, str(run.path), columns=0, color=False),
+        str(page) if page.exists() else "",
     )
 
 
-def results_as_json(report: Report, run_dir: str, text: str) -> str:
+def results_as_json(report: Report, run_dir: str, text: str, page: str = "") -> str:
     """Return the results of a watch (results/ask.py) as JSON with text, HTML and a summary.
 
-    text: the report without colours.
+    text: the report without colours. page: path of the run's page; "" without one.
     """
     summary = dataclasses.asdict(_build_summary(report, run_dir))
     return json.dumps(
-        {"text": text, "html": build_cell(report, run_dir), "summary": summary}, allow_nan=False
+        {"text": text, "html": build_cell(report, run_dir), "summary": summary, "page": page},
+        allow_nan=False,
     )
 
 
@@ -79,6 +87,7 @@ def build_cell(report: Report, run_dir: str) -> str:
         _build_notes(report["quality"]["notes"]),
         tag("p", "Page: ", tag("code", f"torchlens-perf serve {shlex.quote(run_dir)}")),
         tag("p", tag("small", f"as of {_utc_now_text()}; run directory: {run_dir}")),
+        style="font-family: system-ui, sans-serif",
     )
     for each in made.iter():
         each.text = sanitize_line(each.text or "", _MAX_CHARACTERS)
@@ -88,13 +97,11 @@ def build_cell(report: Report, run_dir: str) -> str:
 
 
 def _build_verdict(headline: Headline, *, is_open: bool) -> Element:
-    made = build_verdict_line(headline, "")
+    made, color = build_verdict_line(headline, ""), SEVERITIES[headline.severity].light
     if is_open:
         made.set("open", "")
-    edge = (
-        f"border-left: 4px solid {SEVERITIES[headline.severity].light}; padding-left: 10px; margin:"
-        " 6px 0px"
-    )
+    made[0][0].set("style", _CHIP.format(color))
+    edge = f"border-left: 4px solid {color}; padding-left: 10px; margin: 6px 0px"
     return tag("div", made, style=edge)
 
 
@@ -115,8 +122,10 @@ def _draw_charts(report: Report) -> list[tuple[str, str]]:
         )
     title = "a step on the device" if on_device else "typical step"
     several = report["run"]["world_size"] > 1
+    parts = parts_by_rank(report)
+    order = (rank["rank"] for rank in ranks_by_prominence(report))
     bars = draw_parts_chart(
-        parts_by_rank(report), title, ranks_in_verdicts(report), labelled=several
+        {rank: parts[rank] for rank in order if rank in parts}, title, labelled=several
     )
     return charts if bars is None else [*charts, bars]
 

@@ -33,7 +33,7 @@ def write_report(run: RunDirectory, facts: RankFacts) -> None:
         if asked.in_cell:
             from torchlens_perf.page.notebook import results_as_json
 
-            short = results_as_json(report, str(run.path), short)
+            short = results_as_json(report, str(run.path), short, page)
         deliver_text(decode_path(asked.mailbox), short)
     partial = run.report.with_suffix(".partial")
     ownership.write_private_file(

@@ -8,6 +8,7 @@ white and on black.
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
@@ -20,7 +21,7 @@ from torchlens_perf.view.theme import PARTS, SLOWER
 
 WIDTH = 620
 MAX_BARS = 8
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 24, 20
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 24, 24, 20
 _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
 # Estimated width of a character, since the width of the legend's text cannot be measured.
 _LETTER_PX = 6.2
@@ -28,6 +29,7 @@ _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#777777}.t{font-weight:600}.g{stroke:#77777755}"
     f".l{{fill:none;stroke:#777777;stroke-width:1.6}}.b{{fill:#80808055}}.s{{fill:{SLOWER.light};fill-opacity:.15}}"
     + "".join(f".part-{key}{{fill:{part.color.light}}}" for key, part in PARTS.items())
+    + ".share{fill:#10151a;text-anchor:middle}.on-backward,.on-cpu,.on-host{fill:#ffffff}"
 )
 
 
@@ -87,32 +89,46 @@ def draw_step_chart(
         _svg_text(8, 15, f"{title}{range_words}{slow_words}", "t"),
         tag("path", class_="s", d="".join(shades)),
     ]
-    for share in (0.0, 0.5, 1.0):
-        y, label = _TOP + _PLOT_HEIGHT * (1 - share), format_duration(top_s * share)
+    for seconds in _round_marks(top_s, 3):
+        y, (number, unit) = (
+            _TOP + _PLOT_HEIGHT * (1 - seconds / top_s),
+            format_duration(seconds).split(),
+        )
+        label = f"{float(number):g} {unit}" if seconds else "0"
         parts.append(tag("path", class_="g", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"))
-        parts.append(_svg_text(_LEFT - 6, y + 4, label if share else "0", anchor="end"))
+        parts.append(_svg_text(_LEFT - 6, y + 4, label, anchor="end"))
     if several:
         outline = trace(slowest_s) + trace(fastest_s)[::-1]
         parts.append(tag("polygon", class_="b", points=" ".join(outline)))
     parts.append(tag("polyline", class_="l", points=" ".join(trace(median_s))))
-    parts.append(_svg_text(_LEFT, height - 6, f"step {first}"))
-    parts.append(_svg_text(WIDTH - _RIGHT, height - 6, f"step {last}", anchor="end"))
+    parts.append(_svg_text(_LEFT - 6, height - 6, "step", anchor="end"))
+    parts += [
+        _svg_text(place(round(step)), height - 6, f"{step:.0f}", anchor="middle")
+        for step in _round_marks(last + 1, 6)
+        if step >= first and step == round(step)
+    ]
     return _svg_document(height, parts), says
+
+
+def _round_marks(end: float, most: int) -> list[float]:
+    """Return 0 and the multiples of a round number up to `end`, at most `most` of them."""
+    power = 10.0 ** math.floor(math.log10(end / most))
+    size = next(each * power for each in (1, 2, 5, 10) if each * power * most >= end)
+    return [size * at for at in range(int(end / size) + 1)]
 
 
 def draw_parts_chart(
     known: Mapping[int, Mapping[str, float]],
     title: str,
-    first: Sequence[int] = (),
     *,
     labelled: bool = True,
 ) -> tuple[str, str] | None:
-    """Return an SVG chart of step parts on at most MAX_BARS ranks, and its alternative text.
+    """Return an SVG chart of step parts on the first MAX_BARS ranks, and its alternative text.
 
-    known: seconds of each part, by rank. first: preferred ranks. labelled: show rank numbers.
+    known: seconds of each part, by rank. labelled: show rank numbers.
     Return None if `known` is empty.
     """
-    shown = _choose_ranks(list(known), [rank for rank in first if rank in known])
+    shown = list(known)[:MAX_BARS]
     if not shown:
         return None
     bars = [
@@ -128,7 +144,7 @@ def draw_parts_chart(
     drawn = [_svg_text(8, 15, f"{title}, by part{of}", "t")]
     for row, bar in enumerate(bars):
         y, end = _TOP + row * (_BAR + _BAR_GAP), _LEFT + width * bar.total / longest_s
-        segments = draw_stacked_bar(bar, longest_s, shares=False)
+        segments = draw_stacked_bar(bar, longest_s)
         drawn += [
             _svg_text(_LEFT - 6, y + 11, bar.label, anchor="end"),
             tag("svg", segments, x=_LEFT, y=y, width=width, height=_BAR),
@@ -136,28 +152,19 @@ def draw_parts_chart(
         ]
     y, x = _TOP + len(bars) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
     for part in [part for part in PARTS if any(part in bar.seconds for bar in bars)]:
-        taken = 13 + _LETTER_PX * len(PARTS[part].name)
+        words = f"{PARTS[part].glyph} {PARTS[part].name}"
+        taken = 13 + _LETTER_PX * len(words)
         if x + taken > WIDTH:
             x, y = float(_LEFT), y + 16
         drawn += [
             tag("svg", draw_swatch(part), x=x, y=y - 8, width=9, height=9),
-            _svg_text(x + 13, y, PARTS[part].name),
+            _svg_text(x + 13, y, words),
         ]
         x += taken + 12
     words = "; ".join(
         f"{bar.label} {format_duration(bar.total)}: {describe_parts(bar)}".strip() for bar in bars
     )
     return _svg_document(y + 10, drawn), f"{title.capitalize()}, by part{of}. {words}."
-
-
-def _choose_ranks(ranks: list[int], first: list[int]) -> list[int]:
-    """Return at most MAX_BARS ranks in order: preferred ranks, and an even sample of the rest."""
-    if len(ranks) <= MAX_BARS:
-        return sorted(ranks)
-    chosen = list(dict.fromkeys(first))[: MAX_BARS // 2]
-    others = sorted(set(ranks) - set(chosen))
-    room = MAX_BARS - len(chosen)
-    return sorted([*chosen, *(others[i * len(others) // room] for i in range(room))])
 
 
 def _svg_text(

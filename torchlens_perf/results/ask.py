@@ -54,6 +54,8 @@ class Results(NamedTuple):
     """Values of a Summary; {} if results are missing."""
     missing: str
     """Reason why results are missing; "" if results are available."""
+    page: str = ""
+    """Path of the run's page; "" if it does not exist yet."""
 
 
 def missing_results(why: str, line: str = "") -> Results:
@@ -68,7 +70,7 @@ def parse_results(text: str) -> Results:
     """Decode the JSON that page/notebook.py writes. Other text is shown as the message of a failure."""
     try:
         value = json.loads(text)
-        return Results(value["text"], value["html"], value["summary"], "")
+        return Results(value["text"], value["html"], value["summary"], "", value["page"])
     except ours(ValueError, KeyError, TypeError):
         return missing_results(text.strip(), printable(text.strip()))
 

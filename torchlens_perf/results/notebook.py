@@ -58,7 +58,20 @@ def find_notebook_shell() -> Any:
 
 def to_mime_bundle(found: Results) -> dict[str, str]:
     """Convert results to a dictionary by MIME type for IPython's display."""
-    return {"text/plain": found.text, "text/html": found.html}
+    return {"text/plain": found.text, "text/html": f"{found.html}{_build_page_link(found.page)}"}
+
+
+def _build_page_link(page: str) -> str:
+    """Return a link to the run's page; "" if notebooks cannot open it.
+
+    Notebooks open addresses relative to their own folder, in which the kernel runs.
+    """
+    from urllib.parse import quote
+
+    path = os.path.relpath(page) if page else os.pardir
+    if path.startswith(os.pardir):
+        return ""
+    return f'<p><a href="{quote(os.fsencode(path))}" target="_blank">Page of this run</a></p>'
 
 
 class NotebookCell:
