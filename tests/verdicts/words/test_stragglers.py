@@ -546,7 +546,7 @@ class TestNoSlowRank:
             " (3.0%)."
         )
         assert verdict.evidence == NoSlowRankEvidence(
-            rows=64, detectable_s=0.003, compared=8, steps=200, step_s=0.1, by="host"
+            detectable_s=0.003, compared=8, steps=200, step_s=0.1, by="host"
         )
         assert verdict.kind == "none"
 

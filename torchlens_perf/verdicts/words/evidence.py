@@ -193,8 +193,6 @@ class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
     """Evidence that no compared rank is slow."""
 
     kinds = ("none",)
-    rows: int
-    """Number of compared windows of steps."""
     detectable_s: float
     """The smallest excess per step that would have been detected."""
     compared: int
@@ -221,7 +219,6 @@ class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
     """Evidence on ranks that were not compared, or have not been compared yet."""
 
     kinds = ("none", "not_compared")
-    rows: int
     reason: str
     """few_steps (not yet), one_rank, untimed_device, unequal_work or different_work."""
     steps: int

@@ -123,9 +123,6 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     others_work_s: float
     """Work of the other ranks."""
     phase_excess_s: float
-    standard_errors: float
-    """Mean excess, in standard errors."""
-    named_at_step: int
     module_excess_s: float
     between_modules: bool
     """True if the modules were timed and explain little of the excess in the slow phase."""
@@ -299,8 +296,6 @@ def build_slow_verdict(
             phase_excess_s=episode.phase_excess_ns / 1e9,
             share_of_steps=episode.slow_share,
             excess_when_slow_s=episode.slow_excess_ns / 1e9,
-            standard_errors=episode.z_score,
-            named_at_step=episode.named_step,
             more_workload=episode.more_workload,
             together_since=shared.from_step if shared else None,
             lone_cost_s=shared.lone_ns / 1e9 if shared else 0.0,
@@ -615,7 +610,6 @@ def build_no_straggler_verdict(report: Facts, findings: Findings, since_step: in
             if not (rank["device"] and rank["device"]["parts"])
         )
         evidence = NotComparedEvidence(
-            findings.rows,
             why or "few_steps",
             count,
             _steps_needed(findings),
@@ -643,7 +637,6 @@ def build_no_straggler_verdict(report: Facts, findings: Findings, since_step: in
         confidence=0.45 if rather else 0.9,
         notes=(f"Statistics merged on devices do not confirm this{rather}.",) if rather else (),
         evidence=NoSlowRankEvidence(
-            findings.rows,
             findings.detectable_ns / 1e9,
             findings.compared,
             count,
