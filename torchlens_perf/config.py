@@ -477,7 +477,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(f"{variable}: {error}") from None
         except ours(ValueError):
             raise ConfigError(
-                f"{variable}={text!r}: cannot be read as {field.name.lstrip('_')}"
+                f"{variable}={text!r}: not a valid {field.name.lstrip('_')}, see docs/reference/settings.md"
             ) from None
         settings[field.name] = getattr(checked, field.name)
         if checked._exchange_token:

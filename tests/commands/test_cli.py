@@ -122,7 +122,7 @@ def test_report_explains_that_a_folder_has_no_runs(
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
     assert (
-        "no run in torchlens-perf: record one with `torchlens-perf run train.py`"
+        "no run in the folder torchlens-perf: record one with `torchlens-perf run train.py`"
         in capsys.readouterr().err
     )
 

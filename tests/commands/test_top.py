@@ -78,7 +78,7 @@ def test_top_of_a_folder_without_runs_is_one_line_with_exit_code_2(
     monkeypatch.chdir(tmp_path)
     assert main(["top", "--once"]) == 2
     assert (
-        "there is no run in torchlens-perf: use torchlens-perf top RUN_DIR"
+        "no run in the folder torchlens-perf: use `torchlens-perf top RUN_DIR`"
         in capsys.readouterr().err
     )
 

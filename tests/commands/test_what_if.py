@@ -128,10 +128,10 @@ def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("module:x=0", "has no timed module x. It has "),
-        ("section:x=0", "has no section x. It has none"),
-        ("rank=9@median", "has no rank 9. It has 0-7"),
-        ("bandwidth:x x2", "has no measured transfers x. It has "),
+        ("module:x=0", "has no timed module x. Known: "),
+        ("section:x=0", "has no section x. Known: none"),
+        ("rank=9@median", "has no rank 9. Known: 0-7"),
+        ("bandwidth:x x2", "has no measured transfers x. Known: "),
     ],
 )
 def test_error_on_an_unknown_name_lists_those_of_the_run(

@@ -118,7 +118,7 @@ def test_equal_sides_have_no_other_verdicts_on_ranks(runs: Path) -> None:
 
 
 def test_result_that_is_not_known_comes_with_the_runs_that_would_tell(runs: Path) -> None:
-    compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
+    compared = compare_runs(side(runs, "before"), side(runs, "again"))
     step = replace(compared.step, outcome=Outcome.UNKNOWN)
     few, many = (
         build_headline(
@@ -128,6 +128,8 @@ def test_result_that_is_not_known_comes_with_the_runs_that_would_tell(runs: Path
     )
     assert "runs of each side, in turn" in few
     assert "runs of one side differ by 0.5%" in few
+    alone = replace(compared, changes={**compared.changes, STEP: step}, before=compared.before[:1])
+    assert "because one run does not show how much runs differ" in build_headline(alone).action
     assert "not show a change below" in many
 
 

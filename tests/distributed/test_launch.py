@@ -173,7 +173,8 @@ def test_invalid_variable_disables_recording_with_one_line_per_node(
 
     assert (done.returncode, facts_printed(done.stdout)) == (0, unwatched["pair"])
     assert ours == [
-        "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records"
+        "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': not a valid ring_records, see"
+        " docs/reference/settings.md"
     ]
 
 

@@ -67,7 +67,6 @@ def test_invalid_variable_is_reported_once_by_run(more: str, tmp_path: Path) -> 
 
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert (
-        done.stderr
-        == "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as"
-        " ring_records\n"
+        done.stderr == "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': not a valid"
+        " ring_records, see docs/reference/settings.md\n"
     )

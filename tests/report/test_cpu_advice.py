@@ -135,7 +135,7 @@ def test_three_busiest_programs_are_named_with_their_owners() -> None:
     found = verdict([[STARVED] * 60], users, 1)
 
     assert (
-        "The busiest programs on its CPUs: stress-ng (pid 7), not of this job, 0.95 CPUs; python"
+        "The busiest programs on the job's CPUs: stress-ng (pid 7), not of this job, 0.95 CPUs; python"
         f" (pid {pid}), rank 0, 0.6 CPUs; python (pid 9), a child process of a rank, 0.25 CPUs."
         in found.explanation
     )

@@ -448,7 +448,7 @@ def test_recovered_slow_link_is_listed_as_earlier() -> None:
     row = rows(node([usual(200)] * 2, records=log.records))["slow_link_ended"]
 
     assert row.sentence.startswith(
-        "No longer: the communication of ranks 3-4 is slow: allreduce of"
+        "No longer true: Communication of ranks 3-4 is slow: allreduce of"
     )
     assert row.evidence.ranks == (3, 4)
     assert (row.held.since_step, row.held.until_step) == (40, 90)

@@ -120,7 +120,7 @@ def test_ended_verdict_is_not_first_although_it_cost_most() -> None:
     assert heads(report)[0].endswith(
         "% (14.0 ms) of a step of 16.0 ms; before, a step took 35.0 ms."
     )
-    assert report["verdicts"][0].sentence.endswith(" Next: time modules: watch(model).")
+    assert report["verdicts"][0].sentence.endswith(" which then times its modules.")
 
 
 def test_verdict_on_one_of_two_equal_waits_is_valid_to_the_end() -> None:

@@ -18,6 +18,7 @@ from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
         (range(3, 16384, 8), "3-16379/8"),
         ([0, 1, 2, 9], "0-2,9"),
         ([1, 9], "1,9"),
+        ([3, 7, 11, 15], "3,7,11,15"),
     ],
 )
 def test_regularly_spaced_ranks_are_written_as_one_range(ranks: list[int], text: str) -> None:

@@ -94,7 +94,7 @@ def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
 
     assert started.because == ("gc",)
     assert (
-        "Cause: Python's garbage collector runs in it for 90% of the time (explains 90%). Next: call"
+        "Cause: Python's garbage collector runs in it for 90% of the time (explains 90% of the difference). Next: call"
         " gc.freeze()" in started.sentence
     )
     assert unknown.because == ()
@@ -467,7 +467,7 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     assert raised == [
         [("imbalance", "started", (6, 7), verdict.sentence)],
         [],
-        [("imbalance", "ended", (6, 7), f"No longer: {changed.text}")],
+        [("imbalance", "ended", (6, 7), f"No longer true: {changed.text}")],
         [],
     ]
 

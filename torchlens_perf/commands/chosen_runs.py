@@ -17,8 +17,8 @@ def find_newest_run() -> Path:
     ]
     if not runs:
         raise RunStoreError(
-            f"no run in {folder}: record one with `torchlens-perf run train.py`, or name one,"
-            " torchlens-perf report RUN_DIR"
+            f"no run in the folder {folder}: record one with `torchlens-perf run train.py`, or name one:"
+            " `torchlens-perf report RUN_DIR`"
         )
     return max(runs)[1]
 

@@ -63,7 +63,7 @@ def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
         rows = list_runs(folder)
         run = _to_run_directory((select_live_runs(rows) or rows)[0].path) if rows else None
     if run is None:
-        raise RunStoreError(f"there is no run in {folder}: use torchlens-perf top RUN_DIR")
+        raise RunStoreError(f"no run in the folder {folder}: use `torchlens-perf top RUN_DIR`")
     reader, width = RunReader(run), shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
     shown = PlainTop(sys.stdout, width, terminal)
     if not once:

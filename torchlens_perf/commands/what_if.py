@@ -73,7 +73,7 @@ def _run_what_if(options: argparse.Namespace) -> int:
         )
     if lost.drift_share > MAX_DRIFT:
         print(
-            f"torchlens-perf: cannot say: a replay without changes is {lost.drift_share:.0%} off the"
+            f"torchlens-perf: cannot predict: a replay without changes is {lost.drift_share:.0%} off the"
             " recorded steps, for example because ranks do not wait for each other",
             file=sys.stderr,
         )
@@ -83,7 +83,7 @@ def _run_what_if(options: argparse.Namespace) -> int:
         predicted = Replay(times, report, report["verdicts"]).predict(changes)
         if predicted is None:
             print(
-                f"torchlens-perf: cannot say: after the change, the ranks still wait for a CPU for"
+                f"torchlens-perf: cannot predict: after the change, the ranks still wait for a CPU for"
                 f" more than {MAX_CONTENTION:.0%} of a step, and less work also makes these waits"
                 " shorter. Run the job on idle CPUs",
                 file=sys.stderr,

@@ -131,7 +131,7 @@ def _suggest_action(compared: Comparison, step: Change) -> str:
     runs = count_runs_to_decide(step, MARGIN * step.before, tested)
     differ = f"runs of one side differ by {format_percent(step.spread / step.before)}"
     if min(len(compared.before), len(compared.after)) == 1:
-        differ = f"assumed, because a side has one run: {differ}"
+        differ = "an estimate, because one run does not show how much runs differ"
     if runs is None:
         smallest = format_percent(find_detectable(step, MOST_RUNS, tested) / step.before)
         found = [f"even {MOST_RUNS} runs of each side would not show a change below {smallest}"]

@@ -122,7 +122,7 @@ def parse_change(text: str) -> Change:
 def _unknown_name_text(change: Change, what: str, known: Iterable[str]) -> str:
     """Return that the run lacks what a change names, and what the run has."""
     names = textwrap.shorten(", ".join(dict.fromkeys(known)) or "none", 200, placeholder=" ...")
-    return f"{change.text!r}: the run has no {f'{what} {change.name}'.strip()}. It has {names}"
+    return f"{change.text!r}: the run has no {f'{what} {change.name}'.strip()}. Known: {names}"
 
 
 class Replay:

@@ -21,8 +21,9 @@ def format_ranges(ranks: Sequence[int]) -> str:
         count = 1
         while count < len(left) and left[count] - left[count - 1] == stride:
             count += 1
-        if count == 2 and stride > 1:
-            # Two ranks do not prove a stride: the second rank may begin another range.
+        if count < 5 and stride > 1:
+            # Two ranks do not prove a stride: the second rank may begin another range. Few ranks are
+            # easier to read one by one.
             count = 1
         first, last = left[0], left[count - 1]
         parts.append(

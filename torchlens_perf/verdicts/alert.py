@@ -87,7 +87,7 @@ class AlertBuilder:
             last,
             id=_digest(last.about, ENDED),
             change=ENDED,
-            text=f"{last.text} {why}" if why else f"No longer: {last.text}",
+            text=f"{last.text} {why}" if why else f"No longer true: {last.text}",
             next="",
             unix_ns=self.unix_ns,
         )

@@ -74,13 +74,13 @@ def describe_slow_links(findings: LinkFindings) -> list[str]:
         f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
     )
     text += (
-        f"{format_duration(worst.transfer_ns / 1e9)}, {format_duration(worst.peers_transfer_ns / 1e9)} on its"
-        f" {worst.peers} peers"
+        f"{format_duration(worst.transfer_ns / 1e9)}, but {format_duration(worst.peers_transfer_ns / 1e9)} on"
+        f" {worst.peers} links of the same kind"
     )
     if worst.busbw is not None and worst.peers_busbw is not None:
-        text += f" ({format_bytes(worst.busbw, 'B/s')} against {format_bytes(worst.peers_busbw, 'B/s')} on the bus)"
+        text += f" ({format_bytes(worst.busbw, 'B/s')} against {format_bytes(worst.peers_busbw, 'B/s')} bus bandwidth)"
     at_most = "at most " if worst.overlapped else ""
-    text += f"; that cost {at_most}{format_duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
+    text += f". That cost {at_most}{format_duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
     if len(findings.links) > 1:
         others = f"{len(findings.links)} links are slow"
         if findings.shared_ranks:
@@ -93,5 +93,5 @@ def describe_slow_links(findings: LinkFindings) -> list[str]:
 
 def _name_link(link: SlowLink) -> str:
     if link.pair:
-        return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
-    return f"the communication of ranks {format_ranges(link.ranks)}"
+        return f"The link from rank {link.ranks[0]} to {link.ranks[1]}"
+    return f"Communication of ranks {format_ranges(link.ranks)}"

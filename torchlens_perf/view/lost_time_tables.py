@@ -30,7 +30,10 @@ def build_critical_path_table(report: Report) -> Table | None:
         Column("per step", [each.s_per_step for each in rows], help="Mean over all steps."),
         Column("share of step", [each.share for each in rows], Quantity.SHARE),
     ]
-    title = f"Critical path of a mean step ({format_duration(lost.step_s)})"
+    title = (
+        f"Critical path of a mean step, steps {lost.first_step} to {lost.last_step}"
+        f" ({format_duration(lost.step_s)})"
+    )
     return Table("critical_path", title, columns, first=8, noun="part",
                  ranged="per step")  # fmt: skip
 

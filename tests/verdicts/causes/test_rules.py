@@ -355,7 +355,7 @@ def test_verdict_has_cause_explained_share_and_action() -> None:
         in told.sentence
     )
     assert (
-        "(explains 100%). Not seen on other ranks: its GPU has NVLink errors: 1 a"
+        "(explains 100% of the difference). Not seen on other ranks: its GPU has NVLink errors: 1 a"
         " second" in told.sentence
     )
     assert "Next: call gc.freeze()" in told.sentence

@@ -270,11 +270,11 @@ class TestKindsOfSteps:
             (
                 "backward",
                 (
-                    "find out what only one step in 2 does (steps 95, 97, 99, 101): another"
+                    "find out what only one step in 2 does (steps 95, 97, 99, 101): perhaps another"
                     " backward pass, another optimizer, a larger batch, longer sequences."
                 ),
             ),
-            ("host", "see what the loop does at steps 95, 97, 99, 101"),
+            ("host", "see what the loop does in steps 95, 97, 99, 101"),
         ],
     )
     def test_longer_steps_with_a_period_are_a_kind_of_steps(self, part: str, advice: str) -> None:
@@ -356,7 +356,7 @@ class TestLongStepsAndCpus:
         assert "; whether they waited for a CPU is not measured)" in text
         assert "batch size" not in text
         assert text.endswith(
-            "Next: see what the loop does at steps 53, 60, 97, 131, and what else kept the CPUs"
+            "Next: see what the loop does in steps 53, 60, 97, 131, and what else kept the CPUs"
             " busy."
         )
 
@@ -366,7 +366,7 @@ class TestLongStepsAndCpus:
             "(most of it in the backward pass; whether it waited for a CPU is not measured)" in text
         )
         assert text.endswith(
-            "Next: see what the loop does at step 53, and what else kept the CPUs busy."
+            "Next: see what the loop does in step 53, and what else kept the CPUs busy."
         )
 
     def test_sampled_lack_of_cpus_is_mentioned_for_long_steps(self) -> None:
@@ -380,11 +380,11 @@ class TestLongStepsAndCpus:
         """The long steps lack a CPU for as long as the usual steps."""
         text = self.text({**BASE, "forward": 24.0, "cpu": 20.0}, {"backward": 600.0}, [53])
         assert "(most of it in the backward pass): 592 ms in total" in text
-        assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
+        assert text.endswith("Next: see what differs in step 53: batch size, sequence length.")
 
     def test_long_steps_measured_without_lack_of_a_cpu_have_no_note_on_cpus(self) -> None:
         text = self.text({**BASE, "cpu": 0.0}, {"backward": 600.0}, [53])
-        assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
+        assert text.endswith("Next: see what differs in step 53: batch size, sequence length.")
 
 
 def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
@@ -393,7 +393,7 @@ def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
         each.sentence for each in report_on(loop, loop)["verdicts"] if each.kind == "long_steps"
     ]
     assert text.endswith(
-        "Next: find out what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange"
+        "Next: find out what only one step in 4 does (steps 84, 88, 92, 96): perhaps all ranks exchange"
         " data, or one rank does other work."
     )
 
@@ -408,7 +408,7 @@ def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> Non
         each.sentence for each in report_on(loop, loop)["verdicts"] if each.kind == "long_steps"
     ]
     assert text.endswith(
-        "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank"
+        "Next: see what differs in steps 32, 36, 52, 56: perhaps all ranks exchange data, or one rank"
         " does other work."
     )
 
@@ -666,9 +666,9 @@ def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
     [
         ({"data": 2.0, "host": 6.0}, "host_bound", "wrap parts in perf.section()"),
         ({"data": 6.0, "host": 2.0}, "data_bound", "a batch"),
-        ({"data": 2.0}, "compute_bound", "time modules"),
+        ({"data": 2.0}, "compute_bound", "times its modules"),
         ({"data": 3.5}, "compute_bound", "a batch"),
-        ({"data": 0.5, "host": 0.5}, "compute_bound", "time modules"),
+        ({"data": 0.5, "host": 0.5}, "compute_bound", "times its modules"),
         ({"communication": 9.0}, "communication_bound", "operations"),
     ],
 )

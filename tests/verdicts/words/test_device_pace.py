@@ -232,7 +232,7 @@ def test_processes_on_the_gpu_are_named_with_their_use(
     ("others", "first"),
     [
         (0.3, "see what the other processes do on the GPU"),
-        (0.0, "see what is different"),
+        (0.0, "see what differs"),
         (None, "see whether other programs used the GPU"),
     ],
 )

@@ -503,7 +503,7 @@ def test_ended_episodes_follow_open_ones_newest_first() -> None:
     ]
     assert (
         before[0].sentence
-        == "Rank 2 was slow in the backward pass from step 60 to step 109: +20.0 ms a step, which"
+        == "Rank 2 was slow in the backward pass from step 60 to step 109: 20.0 ms more a step, which"
         " cost the job 15.0 ms a step (15%). It is over."
     )
     assert "from the start to step 69" in before[2].sentence

@@ -19,7 +19,7 @@ def describe_diagnosis(diagnosis: Diagnosis | None) -> str:
         return ""
     found = [(each.explains, describe_cause(each)) for each in diagnosis.causes]
     explaining = [
-        f"{text} (explains {format_percent(min(1.0, explains))})"
+        f"{text} (explains {format_percent(min(1.0, explains))} of the difference)"
         for explains, (text, _) in found
         if explains is not None
     ]

@@ -40,7 +40,7 @@ def cpu_action(report: Facts) -> str:
             f"see which programs outside of the job keep {format_percent(share)} of its CPUs busy"
         )
         if names := [_name_program(each) for each in busiest if each.owner in OUTSIDE]:
-            begin += f", first of all {' and '.join(names)}"
+            begin += f", first of all {', '.join(names)}"
     threads = {each["threads"] for each in known}
     workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
     less = []
@@ -67,7 +67,7 @@ def describe_cpu_users(report: Facts) -> str:
         return ""
     rank, found = max(known, key=lambda each: sum(used.cpus for used in each[1]["programs"]))
     text, ranks, cpus = describe_programs(report, rank), found["ranks"] or 0, found["cpus"] or 0
-    sentences = [f"The busiest programs on its CPUs: {text}."] if text else []
+    sentences = [f"The busiest programs on the job's CPUs: {text}."] if text else []
     has = {"thread": found["threads"] or 1, "child process": found["workers"] or 0}
     if ranks * sum(has.values()) > cpus:
         theirs = " and ".join(format_count(count, name) for name, count in has.items() if count)

@@ -74,7 +74,7 @@ class PastEvidence(Evidence, frozen=True, tag="past"):
     """The text of the newest alert on the finding."""
 
     def describe(self, verdict: Verdict) -> list[str]:
-        return [f"No longer: {self.alerted}"]
+        return [f"No longer true: {self.alerted}"]
 
 
 class LargestGap(Struct, frozen=True):

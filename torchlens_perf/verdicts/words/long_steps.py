@@ -159,7 +159,7 @@ def _choose_action(
     if others:
         return "see what the other processes do on the GPU: nvidia-smi pmon."
     if short_of_cpus is not None:
-        action = f"see what the loop does at {at}, and what else kept the CPUs busy."
+        action = f"see what the loop does in {at}, and what else kept the CPUs busy."
     if short_of_cpus:
         action = f"see whether {at} still take{'s' * (not several)} longer with enough CPUs."
     if others is None and long["part"] != "host":
@@ -200,12 +200,12 @@ def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
     at = _newest_step_numbers(long)
     by_part = {
         LACK_OF_CPU: cpu_action(report),
-        "data": f"see what the loader does at {at}.",
+        "data": f"see what the loader does in {at}.",
         "communication": (
-            f"see what is different at {at}: all ranks exchange data, or one rank does other work."
+            f"see what differs in {at}: perhaps all ranks exchange data, or one rank does other work."
         ),
-        "host": f"see what the loop does at {at}: wrap parts in perf.section().",
-        "": f"see what is different at {at}, and what else the loop does than to replay the graph.",
+        "host": f"see what the loop does in {at}: wrap parts in perf.section().",
+        "": f"see what differs in {at}, and what else the loop does than to replay the graph.",
         "tool": (
             "if the loop requests results (w.summary(), w.step_table(), a display), do so less"
             " often."
@@ -215,8 +215,8 @@ def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
         other_work = "another backward pass, another optimizer, a larger batch, longer sequences"
         if long["part"] == "communication":
             other_work = "all ranks exchange data, or one rank does other work"
-        return f"find out what only one step in {long['period']} does ({at}): {other_work}."
-    return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
+        return f"find out what only one step in {long['period']} does ({at}): perhaps {other_work}."
+    return by_part.get(long["part"], f"see what differs in {at}: batch size, sequence length.")
 
 
 def _newest_step_numbers(long: LongSteps) -> str:

@@ -27,7 +27,7 @@ def computing_action(report: Facts) -> str:
     """Return the advice to look at the largest module, and how to time modules inside it."""
     rows = report["modules"]
     if not rows:
-        return "time modules: watch(model)."
+        return "pass the model to watch(), which then times its modules."
     if report["run"]["judged_by"] == DEVICE and not (rows[0]["is_root"] and len(rows) == 1):
         return _device_action(report)
     if rows[0]["name"] == PASSES:

@@ -194,13 +194,13 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
         together = ", together with ranks slow at that time" if is_joint else ""
         found = [
             f"Rank {verdict.rank} was slow in {phase_name(verdict.phase or '')} {since} to step"
-            f" {self.until_step - 1}: +{format_duration(self.excess_s)} a step{self.describe_pattern()},"
+            f" {self.until_step - 1}: {format_duration(self.excess_s)} more a step{self.describe_pattern()},"
             f" which cost the job {format_duration(verdict.cost_s_per_step or 0.0)} a step"
             f" ({share}){together}.",
             "It is over.",
         ]
         if verdict.diagnosis is not None and verdict.diagnosis.causes:
-            found.append(f"Seen meanwhile: {describe_cause(verdict.diagnosis.causes[0])[0]}.")
+            found.append(f"Seen at that time: {describe_cause(verdict.diagnosis.causes[0])[0]}.")
         return found
 
 
