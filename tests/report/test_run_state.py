@@ -121,15 +121,23 @@ KILLED = {"signal": 9, "exit_code": None, "oom_kills": 1, "memory_limit_bytes": 
             1,
             "out of memory (memory of the node; the rank used up to 123 ",
         ),
-        ([{}, {**KILLED, "oom_kills": 0}], 1, "SIGKILL ended the process before watch() was cl"),
+        ([{}, {**KILLED, "oom_kills": 0}], 1, "the process ended with SIGKILL. Rank 0 died, too"),
         # One of both was killed for lack of memory, and then the other one by the launcher.
-        ([KILLED, KILLED], 0, "closed. The kernel's OOM killer ended 1 process of its control"),
-        ([KILLED, {**KILLED, "oom_kills": 2}], 0, "SIGKILL ended the process before"),
+        ([KILLED, KILLED], 0, "SIGKILL. The kernel's OOM killer ended 1 process of its control"),
+        ([KILLED, {**KILLED, "oom_kills": 2}], 0, "the process ended with SIGKILL."),
         ([{**KILLED, "oom_kills": 2}, KILLED], 0, "killed by the kernel: out of memory"),
-        ([{**KILLED, "signal": 15}, {**KILLED, "signal": 11}], 1, ": SIGSEGV ended the process"),
-        ([{**KILLED, "signal": 15, "oom_kills": 0}], 0, ": SIGTERM ended the process before"),
-        ([{**KILLED, "signal": 40, "oom_kills": 0}], 0, ": signal 40 ended the process before"),
-        ([{"signal": None, "exit_code": 7}], 0, ": exit code 7 ended the process before"),
+        (
+            [{**KILLED, "signal": 15}, {**KILLED, "signal": 11}],
+            1,
+            ": the process ended with SIGSEGV.",
+        ),
+        (
+            [{**KILLED, "signal": 15, "oom_kills": 0}],
+            0,
+            "ended with SIGTERM. Next: look for the reason",
+        ),
+        ([{**KILLED, "signal": 40, "oom_kills": 0}], 0, ": the process ended with signal 40."),
+        ([{"signal": None, "exit_code": 7}], 0, "ended with exit code 7. Next: read the log"),
     ],
 )
 def test_death_is_described_as_the_kernel_shows_it(
@@ -222,6 +230,23 @@ def test_rank_that_lost_a_rank_of_another_node_is_not_blamed(
 
     assert ("Another rank ended before" in verdict.sentence) == is_unseen
     assert verdict.sentence.endswith("read the logs of the other ranks.") == is_unseen
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(SystemExit(1), "last lines of rank 0"), (ValueError("bad batch"), "traceback of rank 0")],
+)
+def test_next_line_names_what_the_log_of_a_failed_rank_has(
+    error: BaseException, words: str, run: RunDirectory
+) -> None:
+    """A program that calls sys.exit() prints no traceback."""
+    rank = Rank(run, 0, 1)
+    rank.steps(12, **WORK)
+    rank.session.close(None, describe_failure(error, 12))
+
+    (verdict, *_) = report_of(run, state_of(run, [rank], ()))["verdicts"]
+
+    assert verdict.action == f"read the {words} in the job's log."
 
 
 def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> None:
@@ -346,8 +371,8 @@ def test_start_with_simulated_clocks_is_unknown_and_not_zero(run: RunDirectory) 
             1,
             False,
             (
-                "Only 1 step, which is warm-up (the first 3 of each rank): 11.0 ms, the backward"
-                " pass 55%"
+                "Only 1 step, which is warm-up (the first 3 of each rank): 11.0 ms, of which the"
+                " backward pass 55%"
             ),
         ),
         (1, True, "Only 1 step so far, which is warm-up (the first 3 of each rank): 11.0 ms"),
@@ -355,8 +380,8 @@ def test_start_with_simulated_clocks_is_unknown_and_not_zero(run: RunDirectory) 
             3,
             False,
             (
-                "Only 3 steps, all of them warm-up (the first 3 of each rank): up to 11.0 ms, the"
-                " backward pass 55%"
+                "Only 3 steps, all of them warm-up (the first 3 of each rank): up to 11.0 ms, of"
+                " which the backward pass 55%"
             ),
         ),
     ],

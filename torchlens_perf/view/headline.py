@@ -65,7 +65,7 @@ class Headline:
     """A shell command to copy; "" if no command helps."""
     is_over: bool
     numbers: str = ""
-    """The ranks without their host, such as "1,4-7"; "" if the verdict is on all ranks."""
+    """The ranks without their host, such as "ranks 1,4-7"; "" if the verdict is on all ranks."""
     places: tuple[str, ...] = ()
     """Where groups of ranks are in a hang, as texts."""
     loss: str = ""
@@ -136,7 +136,10 @@ def choose_headline(found: Sequence[Headline]) -> Headline | None:
 
 def describe_status(found: Sequence[Headline]) -> str:
     """Return status and ranks of the current problems: "BOTTLENECK + SLOW RANK 1"."""
-    words = (f"{each.status} {each.numbers}".rstrip() for each in list_current(found))
+    words = (
+        f"{each.status} {each.numbers}".replace(" RANK rank ", " RANK ").rstrip()
+        for each in list_current(found)
+    )
     return " + ".join(dict.fromkeys(words))
 
 
@@ -155,7 +158,7 @@ def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
         action=printable(f"{row.action} {row.because}".rstrip()),
         command=_suggested_command(row, report, run_dir),
         is_over=row.is_over,
-        numbers=format_ranges(row.ranks),
+        numbers=format_rank_list(row.ranks) if row.ranks else "",
         places=tuple(map(printable, row.evidence.places)),
         loss=_describe_loss(row, report),
         paid_once_s=row.lost_s if row.evidence.paid_once_of else None,
@@ -229,9 +232,17 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
         if row.kind == "straggler" and evidence.share_of_steps is not None:
             found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))
         elif held.windows_judged:
-            found.append(("seen", f"in {held.windows_held} of {held.windows_judged} windows"))
+            found.append(
+                (
+                    "seen",
+                    f"in {held.windows_held} of {held.windows_judged} windows"
+                    f" of {held.window_steps} steps",
+                )
+            )
     elif row.since_step is not None:
-        found.append(("steps", format_step_range(row.since_step, None)))
+        found.append(
+            ("steps", f"{'after' if row.kind == 'died' else 'since'} step {row.since_step}")
+        )
     if held is not None and held.since and (traits.stops_job or evidence.stops_run):
         found.append(("at", format_time_of_day(held.since, report["run"]["started"])))
     return found

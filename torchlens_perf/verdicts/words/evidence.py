@@ -386,4 +386,4 @@ def describe_warm_up(steps: int, longest_s: float | None, parts: Mapping[str, fl
     largest = list(parts.items())[:_MAX_WARM_UP_PARTS]
     shown = ", ".join(f"{phase_name(part)} {format_percent(share)}" for part, share in largest)
     up_to = "" if steps == 1 else "up to "
-    return f": {up_to}{format_duration(longest_s)}{f', {shown}' if shown else ''}"
+    return f": {up_to}{format_duration(longest_s)}{f', of which {shown}' if shown else ''}"

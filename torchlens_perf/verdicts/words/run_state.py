@@ -68,7 +68,7 @@ class DiedEvidence(Evidence, frozen=True, tag="died"):
         if self.inside:
             place = f"{place}, in {' > '.join(self.inside)}"
         how = name_end(self.end) or "a signal, a crash or os._exit()"
-        ended, kills = f"{how} ended the process before watch() was closed", self.end
+        ended, kills = f"the process ended with {how}", self.end
         if self.by_oom_killer:
             used = self.used_bytes and f"; the rank used up to {format_bytes(self.used_bytes, 'B')}"
             limit = f"{_describe_memory_limit(self.end)}{used or ''}"
@@ -335,7 +335,10 @@ def _choose_action(rank: int, evidence: FailedEvidence) -> str:
         return _FREE_MEMORY.format(evidence.host)
     if failure["type"] == "torch.OutOfMemoryError":
         return "use a smaller batch, checkpointing, or sharding (FSDP)."
-    return f"read the traceback of rank {rank} in the job's log."
+    return (
+        f"read the {'last lines' if failure['type'] == 'SystemExit' else 'traceback'} of rank {rank} in"
+        " the job's log."
+    )
 
 
 def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
@@ -351,10 +354,10 @@ def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
     action = f"read the log of rank {first['rank']}."
     if by_oom_killer:
         action = f"{_FREE_MEMORY.format(host)} Or raise the limit."
-    elif end is None or end["signal"] in (None, signal.SIGKILL, signal.SIGTERM):
+    elif end is None or not name_end(end) or end["signal"] in (signal.SIGKILL, signal.SIGTERM):
         action = (
-            f"read the job's log, `dmesg` on {host} (the kernel's OOM killer) and the scheduler's"
-            " time limit."
+            f"look for the reason in the job's log and in `dmesg` on {host} (the kernel's OOM killer), and"
+            " check the scheduler's time limit."
         )
     return [
         Verdict(
