@@ -212,7 +212,7 @@ def test_slow_link_is_found_in_simulated_files(tmp_path: Path) -> None:
     report = build_report(run.run_id, node_state.load_all(run))
 
     assert report["verdicts"][0].kind == "slow_link"
-    assert "3-15/4" in report["verdicts"][0].sentence
+    assert "3,7,11,15" in report["verdicts"][0].sentence
     assert not [verdict for verdict in report["verdicts"] if verdict.kind == "straggler"]
 
 

@@ -29,6 +29,7 @@ from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report
 from torchlens_perf.verdicts.words.run_state import (
+    ENDED,
     RUNNING,
     describe_ranks,
     describe_state,
@@ -284,16 +285,17 @@ def _noted_table_lines(table: Table, width: int, rows: int) -> Iterator[Text]:
 
 def _title_line(report: Report) -> Text:
     """Return the title line with the program, ranks, steps and state of the run."""
-    run = report["run"]
-    words = [describe_ranks(run), step_count_text(report)]
-    words += [f"attempt {run['attempt']}"] if run["attempt"] else []
-    lasted_s = _run_duration_s(report)
+    run, lasted_s, after, within = report["run"], _run_duration_s(report), "", ""
     state, ranks = describe_state(run)
-    after = ""
-    if lasted_s is not None and not (run["live"] and state != RUNNING):
-        after = f"{' for' if run['live'] else ' after'} {format_run_duration(lasted_s)}"
+    if lasted_s is not None and state in (ENDED, RUNNING):
+        after = f" {'for' if run['live'] else 'after'} {format_run_duration(lasted_s)}"
+    elif lasted_s is not None and not run["live"]:
+        # A rank that hangs may fail or die long after its last step.
+        within = f" in {format_run_duration(lasted_s)}"
+    attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
     program = f"{sanitize_line(run['program'])}  " if run["program"] else ""
-    text = f"{program}{', '.join(words)}, {join_state(f'{state}{after}', ranks)}"
+    text = f"{program}{describe_ranks(run)}, {step_count_text(report)}{within}{attempt}, "
+    text += join_state(f"{state}{after}", ranks)
     return Text.assemble(("torchlens_perf  ", "bold"), sanitize_line(text))
 
 
