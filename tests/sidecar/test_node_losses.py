@@ -487,7 +487,8 @@ def test_unwritten_records_are_limited_on_a_full_disk(
         rank.steps(20, **WORK)
         made.read_rings()
         made.count_records()
-        unkept = made.records.unsaved_records, made.sources.max_unsaved_share()
+        unsaved_share = max(each.unsaved_share for each in made.sources)
+        unkept = made.records.unsaved_records, unsaved_share
         if schedule.is_segment_due(0.05 * number, *unkept, failing=made.records.disk_failed):
             with pytest.raises(OSError, match="No space"):
                 made.save_records()

@@ -15,7 +15,7 @@ classes apply, the first of these rules decides:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import structs
@@ -101,7 +101,7 @@ def build_goodput(
     """
     attempts: list[JobAttempt] = []
     launchers: set[tuple[str, int]] = set()
-    worlds = _group_by_attempt(nodes)
+    worlds = list(_group_by_attempt(nodes))
     for place, world in enumerate(worlds, 1):
         attempt = world[0].identity.attempt
         hung_s = {
@@ -236,8 +236,8 @@ def _count_lost_steps(attempts: Sequence[JobAttempt]) -> tuple[list[JobAttempt],
 # -- one attempt
 
 
-def _group_by_attempt(nodes: Sequence[NodeState]) -> list[list[ProcessState]]:
-    """Return the newest process of each rank, by attempt and world size, oldest attempt first.
+def _group_by_attempt(nodes: Sequence[NodeState]) -> Iterator[list[ProcessState]]:
+    """Yield the newest process of each rank, by attempt and world size, oldest attempt first.
 
     Processes that a rank has started, and that are recorded as jobs of their own, are left out.
     """
@@ -246,14 +246,12 @@ def _group_by_attempt(nodes: Sequence[NodeState]) -> list[list[ProcessState]]:
     for each in sorted(processes, key=lambda each: (each.identity.attempt, each.anchor.unix_ns)):
         world = each.identity.attempt, each.identity.world_size
         groups.setdefault(world, {})[each.identity.rank] = each
-    found: list[list[ProcessState]] = []
     pids: set[tuple[str, int]] = set()
     for ranks in groups.values():
         who = [each.identity for each in ranks.values()]
         if not any((each.host, each.launcher_pid) in pids for each in who):
-            found.append(list(ranks.values()))
+            yield list(ranks.values())
             pids.update((each.host, each.pid) for each in who)
-    return found
 
 
 def _account_attempt(

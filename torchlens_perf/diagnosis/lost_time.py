@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,17 +66,15 @@ class SlowRanks:
     since_step: int
 
 
-def find_slow_ranks(verdicts: Sequence[Verdict]) -> list[SlowRanks]:
-    """Return the slow ranks of current verdicts. Verdicts that share one cost are joined."""
-    found: list[SlowRanks] = []
+def find_slow_ranks(verdicts: Sequence[Verdict]) -> Iterator[SlowRanks]:
+    """Yield the slow ranks of current verdicts. Verdicts that share one cost are joined."""
     now = [row for row in verdicts if row.kind == "straggler" and not row.is_over]
     for rows in join_shared_costs(now):
         first = max(rows, key=lambda row: row.cost_s_per_step or 0.0)
         ranks = tuple(sorted(set().union(*map(_ranks_of_cost, rows))))
         since_step = max(row.since_step or 0 for row in rows)
         cost_s, share = first.cost_s_per_step or 0.0, first.cost_share or 0.0
-        found.append(SlowRanks(ranks, cost_s, share, first.phase or "", since_step))
-    return found
+        yield SlowRanks(ranks, cost_s, share, first.phase or "", since_step)
 
 
 def find_own_costs(verdicts: Sequence[Verdict]) -> list[SlowRanks]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from msgspec import structs
@@ -104,38 +104,33 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
     shown = find_shown_training(whole)
     processes = select_training(whole, shown) or whole
     report = _build_report(run_id, nodes, captures, processes, processes is whole)
-    report["trainings"] = _build_trainings(run_id, nodes, whole, report)
+    report["trainings"] = list(_build_trainings(run_id, nodes, whole, report))
     return report
 
 
 def _build_trainings(
     run_id: str, nodes: list[NodeState], whole: dict[int, ProcessState], report: Report
-) -> list[Training]:
+) -> Iterator[Training]:
     shown = find_shown_training(whole)
     models = next(iter(whole.values())).facts.trainings if whole else []
-    rows: list[Training] = []
     for number, each in enumerate(list_trainings(whole), 1):
         is_shown = each.first_step == shown
         processes = select_training(whole, each.first_step)
         of_this = report if is_shown else processes and _build_report(run_id, nodes, (), processes)
-        rows.append(
-            {
-                "number": number,
-                # The first training may have begun before the recording.
-                "model": next(
-                    (name for step, name in reversed(models) if step <= each.first_step and name),
-                    None,
-                ),
-                "first_step": each.first_step,
-                "last_step": each.last_step,
-                "steps": each.steps,
-                "total_s": each.total_ns / 1e9,
-                "typical_s": of_this["steps"]["alike_mean_s"] if of_this else None,
-                "verdict": of_this["verdicts"][0] if of_this and of_this["verdicts"] else None,
-                "is_shown": is_shown,
-            }
-        )
-    return rows
+        yield {
+            "number": number,
+            # The first training may have begun before the recording.
+            "model": next(
+                (name for step, name in reversed(models) if step <= each.first_step and name), None
+            ),
+            "first_step": each.first_step,
+            "last_step": each.last_step,
+            "steps": each.steps,
+            "total_s": each.total_ns / 1e9,
+            "typical_s": of_this["steps"]["alike_mean_s"] if of_this else None,
+            "verdict": of_this["verdicts"][0] if of_this and of_this["verdicts"] else None,
+            "is_shown": is_shown,
+        }
 
 
 def _build_report(
@@ -437,12 +432,11 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
     statistics: list[RankStatistics] = [process.statistics for process in processes.values()]
     of_nodes = (note for node in nodes for note in (*node.notes, *node.passing_notes))
     of_ranks = (note for rank in sorted(processes) for note in _rank_notes(processes[rank]))
-    notes = list(dict.fromkeys([*of_nodes, *of_ranks]))
     unwritten = sum(node.unwritten_records for node in nodes)
     lost_samples = sum(node.telemetry.lost_samples for node in nodes)
     dropped_files = sum(node.telemetry.dropped_files for node in nodes)
     dropped_segments = sum(node.dropped_segments for node in nodes)
-    notes += _count_notes(
+    counted = _count_notes(
         (
             lost_samples,
             (
@@ -458,10 +452,6 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
         ),
     )
     overhead = estimate_overhead(processes)
-    notes += [
-        *python_tap_notes(processes.values()),
-        *filter(None, [_missing_ranks_note(processes)]),
-    ]
     return {
         "records": sum(s.records for s in statistics),
         "lost": sum(s.lost for s in statistics) + unwritten,
@@ -473,7 +463,12 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
         "module_period": largest_period(processes, "module_period"),
         "phase_period": largest_period(processes, "phase_period"),
         "sidecar_cpu_s": sum(node.sidecar_cpu_s for node in nodes),
-        "notes": notes,
+        "notes": [
+            *dict.fromkeys([*of_nodes, *of_ranks]),
+            *counted,
+            *python_tap_notes(processes.values()),
+            *filter(None, [_missing_ranks_note(processes)]),
+        ],
     }
 
 

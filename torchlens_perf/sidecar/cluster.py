@@ -207,25 +207,29 @@ class ClusterLink:
 
     def notes(self) -> list[str]:
         """Return notes for the report about the exchange between nodes."""
-        notes = [
-            f"node {node} has sent nothing for {contact.silent_s:.0f} s: its ranks are not compared"
-            for node, contact in self._contacts.items()
-            if contact.silent_s > SILENT_S and not contact.left
+        contacts = self._contacts.items()
+        return [
+            *(
+                f"node {node} has sent nothing for {contact.silent_s:.0f} s: its ranks are not compared"
+                for node, contact in contacts
+                if contact.silent_s > SILENT_S and not contact.left
+            ),
+            *(
+                f"{contact.missed} windows of node {node} were lost before node 0 compared them"
+                for node, contact in contacts
+                if contact.missed
+            ),
+            *(
+                f"node {node} runs another version of torchlens_perf: not compared"
+                for node in self._unreadable
+            ),
+            *(
+                f"{count} windows of node {node} were corrupt: left out"
+                for node, count in self._corrupt.items()
+            ),
+            *self._closed_notes,
+            *(self._exchange.notes() if self._exchange else ()),
         ]
-        notes += [
-            f"{contact.missed} windows of node {node} were lost before node 0 compared them"
-            for node, contact in self._contacts.items()
-            if contact.missed
-        ]
-        notes += [
-            f"node {node} runs another version of torchlens_perf: not compared"
-            for node in self._unreadable
-        ]
-        notes += [
-            f"{count} windows of node {node} were corrupt: left out"
-            for node, count in self._corrupt.items()
-        ]
-        return notes + self._closed_notes + (self._exchange.notes() if self._exchange else [])
 
     def close(self, job: JobGeneration) -> None:
         """Send the remaining data and end the exchange. Blocks for a few seconds at most."""

@@ -227,7 +227,10 @@ class _RoundRunner:
             contain_errors("writing the run directory"),
             _log_disk_errors("the run directory cannot be written"),
         ):
-            unkept = sidecar.records.unsaved_records, sidecar.sources.max_unsaved_share()
+            unkept = (
+                sidecar.records.unsaved_records,
+                max((each.unsaved_share for each in sidecar.sources), default=0.0),
+            )
             if (
                 not more
                 or STEPS in asked

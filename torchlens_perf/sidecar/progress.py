@@ -43,6 +43,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         step=reader.read_counter(ring.STEP),
         since_step_s=now_s - seen.step_s,
         report_age_s=0.0,
+        # With fewer steps, the usual duration is not known.
         usual_step_s=(
             statistics.median(source.durations_ns) / 1e9 if len(source.durations_ns) >= 10 else 0.0
         ),

@@ -169,8 +169,9 @@ class RecordProcessor:
         writer = self._open_writer()
         dropped = writer.dropped_segments
         try:
-            for key, last_sequence in writer.write_added().items():
-                self._sources.find_source(key).kept = last_sequence
+            written = writer.write_added()
+            for source in self._sources:
+                source.kept = written.get(source.state.identity.key, source.kept)
         finally:
             self._state.dropped_segments += writer.dropped_segments - dropped
 

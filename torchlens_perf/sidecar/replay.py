@@ -36,7 +36,7 @@ from torchlens_perf.verdicts.latest_attempt import (
 )
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 _FLUSH_TIMEOUT_S = 60.0
@@ -196,12 +196,6 @@ def _new_process_state(run: RunDirectory, origin: RecordOrigin, saved: NodeState
     return process
 
 
-def _find_saved_diagnosis(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
-    """Return the live run's diagnosis. A replay has no signals to make its own."""
-    found = (state.findings.diagnosis(group.lead.key) for state in saved)
-    return next((each for each in found if each is not None), None)
-
-
 class _BatchSender:
     """Sender of batches that waits for the exporter, and stops if the endpoint accepts no data."""
 
@@ -248,7 +242,10 @@ class _BatchSender:
             links=build_slow_link_verdict(
                 latest_slow_links(saved), [each.statistics for each in latest_processes(saved).values()]
             ),
-            diagnosed=lambda group: _find_saved_diagnosis(saved, group),
+            # A replay has no signals to make its own diagnosis.
+            diagnosed=lambda group: next(
+                filter(None, (state.findings.diagnosis(group.lead.key) for state in saved)), None
+            ),
         )  # fmt: skip
         if pending.signals:
             assessment = dataclasses.replace(assessment, alerts=tuple(pending.alerts))

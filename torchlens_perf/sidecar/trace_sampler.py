@@ -13,6 +13,7 @@ from torchlens_perf.exporters.trace_buffer import BufferedSteps, TraceBuffer
 from torchlens_perf.exporters.trace_sampling import StepSampler
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from collections.abc import Set as AbstractSet
 
     import numpy as np
@@ -58,9 +59,11 @@ class TraceSampler:
         if source.generation != self._generation or not sources.is_newest(source):
             return steps_traced_by_number(steps.step.tolist(), every)
         identity = source.state.identity
+        # They may include records of earlier steps.
+        incomplete = source.waiting[0][0] if source.waiting else records[:0]
         self._buffer.append_steps(
             BufferedSteps(
-                identity.key, identity.rank, source.state.anchor, records, source.incomplete_records(), names, steps,
+                identity.key, identity.rank, source.state.anchor, records, incomplete, names, steps,
             )
         )  # fmt: skip
         here = {each.state.identity.rank for each in sources.newest_rings()}
@@ -102,21 +105,15 @@ class TraceSampler:
         state.traced = [*state.traced, *chosen][-_MAX_SAVED_STEPS:]
         return [batch for each in chosen for batch in self._build_batches(each, state)]
 
-    def _build_batches(self, chosen: TracedStep, state: NodeState) -> list[ExportBatch]:
-        found = []
+    def _build_batches(self, chosen: TracedStep, state: NodeState) -> Iterator[ExportBatch]:
         for buffered in self._buffer.entries_with_step(chosen.step):
             traces = buffered.build_traces(chosen.step)
             if traces:
-                identity = state.processes[buffered.key].identity
-                table = buffered.steps.select_rows(buffered.steps.step == chosen.step)
-                found.append(
-                    ExportBatch(
-                        identity,
-                        buffered.anchor,
-                        table,
-                        traces,
-                        again=True,
-                        chosen={chosen.step: chosen},
-                    )
+                yield ExportBatch(
+                    state.processes[buffered.key].identity,
+                    buffered.anchor,
+                    buffered.steps.select_rows(buffered.steps.step == chosen.step),
+                    traces,
+                    again=True,
+                    chosen={chosen.step: chosen},
                 )
-        return found

@@ -178,10 +178,6 @@ class JudgedWindows:
             judged[column], held[column] = True, found is not None and found.stage == now.stage
         return self._find_part(judged, held)
 
-    def windows_with_tag(self, flag: int) -> WindowMask:
-        """Return the windows in which any rank has this flag. flag: one of rank.TAGS."""
-        return np.array([bool(flags & flag) for flags in self.windows.tags])
-
     @functools.cached_property
     def _is_compared(self) -> WindowMask:
         """True where a rank was compared with others: shape [ranks, windows]."""

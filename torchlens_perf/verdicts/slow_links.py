@@ -71,10 +71,8 @@ def describe_slow_links(findings: LinkFindings) -> list[str]:
     """Return sentences on slow links, of which there is at least one."""
     worst, others = findings.links[0], ""
     text = (
-        f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
-    )
-    text += (
-        f"{format_duration(worst.transfer_ns / 1e9)}, but {format_duration(worst.peers_transfer_ns / 1e9)} on"
+        f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes"
+        f" {format_duration(worst.transfer_ns / 1e9)}, but {format_duration(worst.peers_transfer_ns / 1e9)} on"
         f" {worst.peers} links of the same kind"
     )
     if worst.busbw is not None and worst.peers_busbw is not None:

@@ -28,6 +28,7 @@ from torchlens_perf.verdicts.verdict import (
 )
 from torchlens_perf.verdicts.words import past
 from torchlens_perf.verdicts.words.bottleneck import StepBreakdown, named_kinds, without_wait
+from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import build_ended_hang_verdict
 from torchlens_perf.verdicts.words.report import Facts
 
@@ -170,7 +171,8 @@ class VerdictPeriods:
             or long["kinds"][0] not in _TAGS
         ):
             return None
-        tagged = self.windows.windows_with_tag(_TAGS[long["kinds"][0]])
+        tag = _TAGS[long["kinds"][0]]
+        tagged = np.array([bool(flags & tag) for flags in self.windows.windows.tags])
         if not tagged.any():
             return None
         windows = self.windows.windows
@@ -220,25 +222,26 @@ class VerdictPeriods:
         everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
-        use, what = inside[0].computing, "Computing"
-        spent_s = _mean([each.computing.seconds for each in inside])
-        rest_s = _mean([each.step_s for each in rest])
-        if not is_computing:
-            use = inside[0].wait_of_kind(kind)
-            what = use.what
-            spent_s = _mean([each.wait_of_kind(kind).seconds for each in inside])
-            rest_s = _mean([each.wait_of_kind(kind).seconds for each in rest])
+        uses = [each.computing if is_computing else each.wait_of_kind(kind) for each in inside]
+        spent_s = _mean([each.seconds for each in uses])
+        rest_s = _mean(
+            [each.step_s if is_computing else each.wait_of_kind(kind).seconds for each in rest]
+        )
         too_small = not is_computing and spent_s < _MIN_RATIO_TO_REST * rest_s
         if not rest or too_small or (is_computing and found.until_step is not None):
             return None
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
+        what = "Computing" if is_computing else uses[0].what
         evidence = past.RunPartEvidence(step_s, spent_s, what, rest_s, everywhere)
-        return past.build_run_part_verdict(use, evidence, held, self.facts)
+        return past.build_run_part_verdict(uses[0], evidence, held, self.facts)
 
     def _build_past_verdict(self, noted: Finding) -> Verdict:
         if noted.hang is None:
-            return past.build_ended_verdict(
-                noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step
+            return Verdict(
+                kind=past_kind(noted.kind),
+                since_step=noted.since_step,
+                confidence=0.5,
+                evidence=PastEvidence(noted.alert.text, ranks=tuple(noted.alert.ranks)),
             )
         step, last = noted.hang.step, self.run.last_step
         # The total time of steps excludes the warm-up, but a run may hang in the warm-up.

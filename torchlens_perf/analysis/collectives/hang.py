@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torchlens_perf.analysis.collectives.device_progress import (
@@ -236,14 +236,13 @@ def find_hang(
         unheard,
         limit,
         groups,
-        _find_partly_entered(known, groups),
+        list(_find_partly_entered(known, groups)),
     ).find_cause()
 
 
 def _find_partly_entered(
     known: Mapping[int, RankProgress], groups: Mapping[str, tuple[int, ...]]
-) -> list[_PartlyEntered]:
-    found = []
+) -> Iterator[_PartlyEntered]:
     for group in sorted(
         {group for each in known.values() for group in each.issued} | groups.keys()
     ):
@@ -261,12 +260,9 @@ def _find_partly_entered(
         )
         if ahead:
             collective = _make_collective(group, low + 1, (known[rank] for rank in ahead))
-            found.append(
-                _PartlyEntered(
-                    collective, frozenset(rank for rank in levels if levels[rank] == low), ahead
-                )
+            yield _PartlyEntered(
+                collective, frozenset(rank for rank in levels if levels[rank] == low), ahead
             )
-    return found
 
 
 def _make_collective(group: str, sequence: int, ranks: Iterable[RankProgress]) -> Collective:

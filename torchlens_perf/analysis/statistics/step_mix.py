@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -332,7 +332,9 @@ def classify_steps(mixes: Sequence[StepMix]) -> StepClasses:
     classes = [
         _make_step_class(kinds, similar, ranks, last)
         for (kinds, _, _), found in groups.items()
-        for similar in (_join_strays(_split_by_size(found)) if kinds else _split_by_size(found))
+        for similar in (
+            _join_strays(list(_split_by_size(found))) if kinds else _split_by_size(found)
+        )
     ]
     count = round(sum(each.count for each in everything) / ranks)
     return StepClasses(
@@ -451,9 +453,8 @@ def _find_explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...]
     return None
 
 
-def _split_by_size(found: Sequence[_UnusualBin]) -> list[list[_UnusualBin]]:
+def _split_by_size(found: Sequence[_UnusualBin]) -> Iterator[list[_UnusualBin]]:
     """Divide bins at the largest gaps until all bins of a group have similar `size_ns`."""
-    done: list[list[_UnusualBin]] = []
     pending = [sorted(found, key=lambda each: each.size_ns)] if found else []
     while pending:
         group = pending.pop()
@@ -463,8 +464,7 @@ def _split_by_size(found: Sequence[_UnusualBin]) -> list[list[_UnusualBin]]:
             cut = ratios.index(max(ratios)) + 1
             pending += [group[:cut], group[cut:]]
         else:
-            done.append(group)
-    return done
+            yield group
 
 
 def _join_strays(groups: list[list[_UnusualBin]]) -> list[list[_UnusualBin]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
@@ -59,16 +60,15 @@ def _recent_retries(memory: MemoryStatistics) -> Retries | None:
     return {"count": recent[-1][1] - recent[0][1], "steps": recent[-1][0] - recent[0][0]}
 
 
-def memory_notes(rank: Rank) -> list[str]:
-    """Return notes on memory problems of a rank that a user can act on.
+def memory_notes(rank: Rank) -> Iterator[str]:
+    """Yield notes on memory problems of a rank that a user can act on.
 
     rank: a row of the report.
     """
-    notes: list[str] = []
     device, growth = rank["memory"]["device"], rank["memory"]["growth"]
     if device is not None and device["retries_in"] is not None:
         retries = device["retries_in"]
-        notes.append(
+        yield (
             f"rank {rank['rank']}: {retries['count']} cudaMalloc retries in the last"
             f" {retries['steps']} steps. At each retry, the allocator frees its cache and waits for"
             " the device. Next: set PYTORCH_ALLOC_CONF=expandable_segments:True, or use a smaller"
@@ -77,14 +77,13 @@ def memory_notes(rank: Rank) -> list[str]:
     if growth is not None:
         above = growth["above_bytes"]
         peak = f"peaks {format_bytes(above, 'B')} higher within steps, " if above else ""
-        notes.append(
+        yield (
             f"rank {rank['rank']}: allocated memory grows by"
             f" {format_bytes(growth['bytes_per_step'], 'B')} a step over steps {growth['since_step']} to"
             f" {growth['until_step']}{_share_of_device_text(device)}, {peak}and would fill the"
             f" device at step {growth['full_at_step']}. Next: look for tensors that are kept from"
             " step to step, such as losses without .item() or .detach()"
         )
-    return notes
 
 
 def _share_of_device_text(device: DeviceMemory | None) -> str:

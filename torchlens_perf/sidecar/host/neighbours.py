@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from torchlens_perf.run.cpu_programs import OTHER, OTHER_USER, CpuProgram
@@ -46,7 +46,7 @@ class CpuNeighbours:
 
     def take_sample(self, now_s: float) -> bool:
         """Take a sample. Return True if there is a recent previous sample to compare with."""
-        processes, busy_ticks = self._read_process_ticks(), self._read_busy_ticks()
+        processes, busy_ticks = dict(self._read_process_ticks()), dict(self._read_busy_ticks())
         elapsed_s = now_s - self._before_s
         usable = bool(self._processes) and 0.2 < elapsed_s < 10.0
         self._used, self._busy = {}, {}
@@ -108,8 +108,7 @@ class CpuNeighbours:
         busiest = sorted(weighted.items(), key=lambda item: -item[1][1])[:_MAX_PROGRAMS]
         self._weighted = dict(busiest)
 
-    def _read_process_ticks(self) -> dict[int, _ProcessTicks]:
-        seen = {}
+    def _read_process_ticks(self) -> Iterator[tuple[int, _ProcessTicks]]:
         for entry in os.scandir(self._proc):
             if entry.name.isdigit():
                 try:
@@ -122,19 +121,17 @@ class CpuNeighbours:
                 head, _, rest = text.rpartition(b")")
                 fields = rest.split()
                 name = head.partition(b"(")[2].decode("utf-8", "replace")
-                seen[int(entry.name)] = _ProcessTicks(
-                    name, int(fields[11]) + int(fields[12]), int(fields[36])
+                yield (
+                    int(entry.name),
+                    _ProcessTicks(name, int(fields[11]) + int(fields[12]), int(fields[36])),
                 )
-        return seen
 
-    def _read_busy_ticks(self) -> dict[int, int]:
-        """Return the number of ticks in which each CPU was busy."""
-        busy = {}
+    def _read_busy_ticks(self) -> Iterator[tuple[int, int]]:
+        """Yield each CPU with the number of ticks in which it was busy."""
         for line in (self._proc / "stat").read_text().splitlines():
             name, *fields = line.split()
             if name.startswith("cpu") and name[3:].isdigit():
                 # The fields after the first eight are times of guests, which the first two fields
                 # include.
                 ticks = [int(field) for field in fields[:8]]
-                busy[int(name[3:])] = sum(ticks) - sum(ticks[field] for field in _IDLE_FIELDS)
-        return busy
+                yield int(name[3:]), sum(ticks) - sum(ticks[field] for field in _IDLE_FIELDS)

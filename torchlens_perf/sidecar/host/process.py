@@ -166,7 +166,12 @@ class HostMetrics:
             "gc_ns": gc_ns,
         }
         if process.counters:
-            grown = _find_increases(process.counters, counters)
+            pairs = ((name, process.counters.get(name), value) for name, value in counters.items())
+            grown = {
+                name: max(0, value - earlier)
+                for name, earlier, value in pairs
+                if earlier is not None and value is not None
+            }
             process.newest = self._compute_signals(process, grown, now_s - process.sampled_s)
             clock_share = self._read_clock_share(int(thread[36]))
             gauges = {"memory_limit_share": limit_share, "cpu_clock_share": clock_share}
@@ -235,13 +240,3 @@ class HostMetrics:
             for name in ("scaling_cur_freq", "cpuinfo_max_freq")
         )
         return int(now) / int(most) if now and most.strip("0") else None
-
-
-def _find_increases(before: _Counters, now: _Counters) -> dict[str, int]:
-    """Return by how much the counters have grown that are known at both times."""
-    pairs = ((name, before.get(name), value) for name, value in now.items())
-    return {
-        name: max(0, value - earlier)
-        for name, earlier, value in pairs
-        if earlier is not None and value is not None
-    }

@@ -131,17 +131,14 @@ class Exchange:
     @property
     def time_without_contact_s(self) -> float:
         """Time without contact to node 0, or on node 0 without publishing its address."""
-        with self._lock:
-            return self._failing_for_s()
-
-    def _failing_for_s(self) -> float:
-        return 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
+        since_s = self._failing_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def notes(self) -> list[str]:
         """Return notes for the report about the current state of the exchange."""
         notes = []
         with self._lock:
-            failing_s = self._failing_for_s()
+            failing_s = self.time_without_contact_s
             if failing_s > self._timing.beat_s:
                 what = (
                     "other nodes may not reach this sidecar"

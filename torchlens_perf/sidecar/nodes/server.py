@@ -160,12 +160,10 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read"
                     )
+                # Many nodes report less often.
+                pace_s = min(_MAX_PACE_S, len(self._last_report_s) / _MAX_REPORTS_PER_S)
                 await context.write(
-                    encode(ReportReply(self._min_report_interval_s(), instructions))
+                    encode(ReportReply(pace_s if pace_s > 1 else 0.0, instructions))
                 )
         finally:
             del self._last_report_s[task]
-
-    def _min_report_interval_s(self) -> float:
-        nodes = len(self._last_report_s)
-        return min(_MAX_PACE_S, nodes / _MAX_REPORTS_PER_S) if nodes > _MAX_REPORTS_PER_S else 0.0

@@ -61,25 +61,21 @@ def _read_failure(source: RingSource) -> Failure | None:
         state.identity.process_started
     ):
         return None
-    kind, message = _TYPE_AND_MESSAGE.fullmatch(text).groups()  # type: ignore[union-attr]
+    kind, message = _TYPE_AND_MESSAGE.fullmatch(text).groups("")  # type: ignore[union-attr]
+    # Its base classes are known if Python has the class.
+    classes = getattr(getattr(builtins, kind, None), "__mro__", ())
     return {
-        "type": kind or "",
+        "type": kind,
         "message": printable(" ".join(message.split()))[:MAX_MESSAGE],
         "where": "",
         "step": state.made_steps,
         "phase": "",
         "module": "",
         "exit_code": None,
-        "lost_peer": is_about_lost_peer(_class_names(kind or ""), message),
+        "lost_peer": is_about_lost_peer([kind, *(each.__name__ for each in classes)], message),
         "after_watch": state.ended == "closed",
         "unix_ns": written_ns,
     }
-
-
-def _class_names(kind: str) -> list[str]:
-    """Return the names of a class and, if Python has it, of its base classes."""
-    classes = getattr(getattr(builtins, kind, None), "__mro__", ())
-    return [kind, *(each.__name__ for each in classes)]
 
 
 def _find_text(value: Any) -> str:

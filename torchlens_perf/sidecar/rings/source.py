@@ -111,11 +111,6 @@ class RingSource:
         new = self.head - (before if before >= 0 else self.reader.cursor)
         return self.poll_end_state(state), new / self.reader.capacity
 
-    @property
-    def unread_share(self) -> float:
-        """Records that are only in the ring, as a share of its capacity."""
-        return (self.head - self.reader.cursor) / self.reader.capacity
-
     def poll_end_state(self, state: int) -> str:
         """Return "closed" or "died" if the process has ended, or "" while it runs.
 
@@ -173,10 +168,6 @@ class RingSource:
         )
         self.waiting = [(records[cut:], sequences[cut:])] if cut < len(records) else []
         return records[:cut], sequences[:cut]
-
-    def incomplete_records(self) -> npt.NDArray[np.void]:
-        """Return the records of incomplete steps. They may include earlier steps."""
-        return self.waiting[0][0] if self.waiting else np.zeros(0, ring.record_dtype())
 
     def advance_counted(self, last: int, counted: int) -> int:
         """Set the number of the last counted record to `last`. Return the number of lost records.

@@ -97,7 +97,8 @@ class RingSources:
             final, new_share = source.poll_progress(now_s)
             source.note_if_running(final, time.monotonic_ns())
             fullest = max(fullest, new_share)
-            if final or source.unread_share > MAX_UNREAD_SHARE:
+            unread = source.head - source.reader.cursor
+            if final or unread > MAX_UNREAD_SHARE * source.reader.capacity:
                 self.read_new_records(source, final=bool(final))
             if final:
                 source.state.ended, source.read_to_end = final, True
@@ -129,18 +130,10 @@ class RingSources:
         """Return the number of records that were read but not counted."""
         return sum(len(records) for source in self for records, _ in source.waiting)
 
-    def max_unsaved_share(self) -> float:
-        """Return the highest RingSource.unsaved_share, or 0 without rings."""
-        return max((source.unsaved_share for source in self), default=0.0)
-
     @property
     def settings(self) -> SidecarSettings:
         """The settings of the first rank, or the defaults without a ring."""
         return next((source.state.facts.settings for source in self), SidecarSettings())
-
-    def find_source(self, key: str) -> RingSource:
-        """Return the ring of a process. key: its Identity.key."""
-        return next(source for source in self if source.state.identity.key == key)
 
     def may_get_more_records(self, *, ends: bool = False) -> bool:
         """Return True if a process runs or may still start. ends: do not wait for new processes."""
@@ -204,7 +197,10 @@ class RingSources:
             if path in self._sources or path in self._unreadable:
                 continue
             try:
-                reader = self._open_reader(path)
+                seen = self._waiting.get(str(path))
+                reader = RingReader(
+                    path, os.dup(seen.descriptor) if seen and seen.is_open else None
+                )
                 metadata = reader.read_metadata()
                 if not metadata:
                     records = reader.read_counter(ring.HEAD)
@@ -242,14 +238,6 @@ class RingSources:
         ended = [key for key, process in known.items() if process.ended and key not in live]
         for key in ended[: max(0, len(known) - _MAX_GENERATIONS * local_ranks + 1)]:
             del known[key]
-
-    def _open_reader(self, path: Path) -> RingReader:
-        seen = self._waiting.get(str(path))
-        return (
-            RingReader(path, os.dup(seen.descriptor))
-            if seen is not None and seen.is_open
-            else RingReader(path)
-        )
 
     def _note_missing(self, path: Path) -> None:
         why = ""

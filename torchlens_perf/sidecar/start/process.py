@@ -314,21 +314,16 @@ def keep_trying_to_create_run_directory(
 
 
 def move_log(run: RunDirectory, host: str) -> Path:
-    """Move the log of this node's sidecars into the run directory. Return its new path."""
+    """Move the end of the log of this node's sidecars into the run directory. Return its new path."""
     log, local_log = run.node_log_path(host), sidecar_log_path(sidecar_lock_path(run.run_id))
     with contextlib.suppress(FileNotFoundError):
-        text = _read_log_end(local_log)
+        with open(ownership.open_to_read(local_log), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_BYTES))
+            text = file.read(_MAX_LOG_BYTES)
         with open(log, "ab", buffering=0, opener=ownership.open_to_append) as file:
             file.write(text)
         local_log.unlink()
     return log
-
-
-def _read_log_end(log: Path) -> bytes:
-    """Return the last _MAX_LOG_BYTES of a log. Raises OSError."""
-    with open(ownership.open_to_read(log), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_BYTES))
-        return file.read(_MAX_LOG_BYTES)
 
 
 def _redirect_output(log: Path) -> None:

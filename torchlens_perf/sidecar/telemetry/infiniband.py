@@ -61,12 +61,14 @@ class LinkTelemetry:
             if not state:  # The adapter's driver was unloaded.
                 continue
             before = self._before.get(port)
+            # A text such as "400 Gb/sec (4X NDR)".
+            rate = re.match(r"([0-9.]+) Gb/sec", read_kernel_text(port / "rate"))
             values = {
                 "device": port.parent.parent.name,
                 "port": int(port.name),
                 "layer": read_kernel_text(port / "link_layer") or None,
                 "active": "ACTIVE" in state,
-                "rate_bits": _parse_rate(read_kernel_text(port / "rate")),
+                "rate_bits": None if rate is None else round(float(rate[1]) * 1e9),
                 **{name: self._read_counter(port / file, unit) for name, file, unit in _COUNTERS},
             }
             name = f"{values['device']}/{values['port']}"
@@ -89,9 +91,3 @@ class LinkTelemetry:
 def find_ports(root: Path = ROOT) -> list[Path]:
     """Return the folders of the node's ports, sorted by adapter and port number."""
     return sorted(path for path in root.glob("*/ports/*") if path.name.isdigit())
-
-
-def _parse_rate(text: str) -> int | None:
-    """Return the bits per second of a text such as "400 Gb/sec (4X NDR)", or None."""
-    found = re.match(r"([0-9.]+) Gb/sec", text)
-    return round(float(found.group(1)) * 1e9) if found is not None else None

@@ -84,7 +84,7 @@ class TelemetryLog:
             )
         if pids and now.monotonic_ns >= self._process_due_ns:
             began_ns = self._now().monotonic_ns
-            self._add_unwritten(now, sample_processes(pids, now.monotonic_ns, now.unix_ns))
+            self._add_unwritten(now, [*sample_processes(pids, now.monotonic_ns, now.unix_ns)])
             took_ns = self._now().monotonic_ns - began_ns
             self._process_due_ns = now.monotonic_ns + max(
                 _PROCESS_PERIOD_NS, _MIN_PROCESS_IDLE_RATIO * took_ns

@@ -6,7 +6,7 @@ No library and no special permission is needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torchlens_perf.run.hardware_samples import PROCESSES, Sample, build_sample
 from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
@@ -17,12 +17,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 def sample_processes(
     pids: Mapping[int, int], monotonic_ns: int, unix_ns: int, proc: str = "/proc"
-) -> list[Sample]:
-    """Return a sample of each rank's process and its children, such as data loader workers.
+) -> Iterator[Sample]:
+    """Yield a sample of each rank's process and its children, such as data loader workers.
 
     pids: process ids by rank. Processes that have ended are left out.
     """
-    found = []
     # The counters of a network namespace, which all ranks of a node usually share.
     sent_by: dict[str, dict[str, int]] = {}
     for rank, pid in pids.items():
@@ -50,8 +49,7 @@ def sample_processes(
             "written_bytes": _sum_over_processes(io, "write_bytes"),
             **sent_by[namespace],
         }
-        found.append(build_sample(PROCESSES, str(rank), monotonic_ns, unix_ns, values, before=None))
-    return found
+        yield build_sample(PROCESSES, str(rank), monotonic_ns, unix_ns, values, before=None)
 
 
 def _read_namespace(path: str) -> str:

@@ -9,7 +9,7 @@ them. Without a cause, the diagnosis lists the checks, because a guess would mis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -257,18 +257,15 @@ _MIN_ERRORS = {
 }
 
 
-def _check_error_counters(case: _SlowRankCase) -> list[Cause]:
-    found = list[Cause]()
+def _check_error_counters(case: _SlowRankCase) -> Iterator[Cause]:
     for signal, kind in _ERRORS.items():
         more = case.excess_of(signal) if _may_be_device_fault(case) else 0.0
         if (
-            more <= 0
-            or more < _MIN_ERRORS.get(signal, 0.0)
-            or case.mine[signal] < 3 * case.usual.get(signal, 0.0)
+            more > 0
+            and more >= _MIN_ERRORS.get(signal, 0.0)
+            and case.mine[signal] >= 3 * case.usual.get(signal, 0.0)
         ):
-            continue
-        found += case.cause(kind, None, signal, reason=signal)
-    return found
+            yield from case.cause(kind, None, signal, reason=signal)
 
 
 def _check_allocator(case: _SlowRankCase) -> list[Cause]:
@@ -280,7 +277,7 @@ def _check_allocator(case: _SlowRankCase) -> list[Cause]:
     return case.cause("alloc_retries", None, "alloc_retries_per_step")
 
 
-_RULES: tuple[Callable[[_SlowRankCase], list[Cause]], ...] = (
+_RULES: tuple[Callable[[_SlowRankCase], Iterable[Cause]], ...] = (
     _check_garbage_collection, _check_cpu_shortage, _check_disk_and_memory, _check_cpu_clock,
     _check_gpu_clock, _check_gpu_neighbours, _check_error_counters, _check_allocator,
 )  # fmt: skip

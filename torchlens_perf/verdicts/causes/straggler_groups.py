@@ -41,8 +41,10 @@ def add_straggler_groups(
     groups = find_straggler_groups(findings.slow_now, places)
     for index, each in enumerate(groups[:MAX_EXPLAINED]):
         if module_excess_ns is not None and each.lead.phase == "forward":
+            excess_ns = ((ns, name) for name, ns in module_excess_ns(each.lead.rank).items())
+            largest = sorted(excess_ns, reverse=True)[:MAX_MODULES]
             each = dataclasses.replace(
-                each, slower_modules_ns=_largest_excesses(module_excess_ns(each.lead.rank))
+                each, slower_modules_ns={name: ns for ns, name in largest if ns > 0}
             )
         groups[index] = (
             each if diagnosed is None else dataclasses.replace(each, diagnosis=diagnosed(each))
@@ -54,11 +56,6 @@ def add_straggler_groups(
         imbalance=find_imbalance(findings, places),
         diagnoses=tuple((key, why) for key, why in kept if why is not None),
     )
-
-
-def _largest_excesses(excess_ns: Mapping[str, float]) -> dict[str, float]:
-    above = sorted(((value, name) for name, value in excess_ns.items() if value > 0), reverse=True)
-    return {name: value for value, name in above[:MAX_MODULES]}
 
 
 def find_straggler_groups(

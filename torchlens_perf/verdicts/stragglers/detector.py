@@ -173,7 +173,7 @@ class StragglerDetector:
         another slow rank.
         """
         slow = [each.rank for every in populations for each in every.episodes if not each.is_over]
-        groups = group_slow(slow, self.places) if len(slow) > 1 else []
+        groups = list(group_slow(slow, self.places)) if len(slow) > 1 else []
         of_each = [population.compute_shared_costs(groups) for population in populations]
         all_costs = {rank: cost for costs in of_each for rank, cost in costs.items()}
         shared = {rank: cost for costs in of_each if len(costs) > 1 for rank, cost in costs.items()}

@@ -242,7 +242,10 @@ def combine_with_windows(
     are `unconfirmed`. The detector's episodes that the windows should show but do not show are
     `disputed`. places: placements of the ranks that the detector knows.
     """
-    if windows.seen < MIN_WINDOWS or _do_different_work(places):
+    # Ranks of different pipeline stages or models do different work.
+    stages = any(name in STAGES for place in places.values() for name in place.coordinates)
+    models = {place.population for place in places.values()}
+    if windows.seen < MIN_WINDOWS or stages or len(models) > 1:
         return findings
     compared = {
         rank for usual in findings.usual if len(of := parse_ranges(usual.ranks)) > 1 for rank in of
@@ -289,12 +292,6 @@ def remove_window_findings(findings: Findings) -> Findings:
         if not each.by_windows
     ]
     return dataclasses.replace(findings, episodes=tuple(judged), unconfirmed=())
-
-
-def _do_different_work(places: Mapping[int, Placement]) -> bool:
-    """Return True if the ranks are known to compute different pipeline stages or models."""
-    stages = any(name in STAGES for place in places.values() for name in place.coordinates)
-    return stages or len({place.population for place in places.values()}) > 1
 
 
 def _make_window(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 # Possible names of the mesh dimension for pipeline stages. Ranks of different stages do different
@@ -41,13 +41,12 @@ class SlowRankGroup(NamedTuple):
     """The slow ranks of the group."""
 
 
-def group_slow(slow: Collection[int], places: Mapping[int, Placement]) -> list[SlowRankGroup]:
-    """Return groups of slow ranks, nodes first.
+def group_slow(slow: Collection[int], places: Mapping[int, Placement]) -> Iterator[SlowRankGroup]:
+    """Yield groups of slow ranks, nodes first.
 
     A rank is in at most one group. slow: the slow ranks. places: placements of all compared ranks.
     """
     left = set(slow)
-    found: list[SlowRankGroup] = []
     for kind, name, members in (*_ranks_by_node(places), *_ranks_by_mesh_position(places)):
         ranks = tuple(rank for rank in members if rank in left)
         if (
@@ -55,9 +54,8 @@ def group_slow(slow: Collection[int], places: Mapping[int, Placement]) -> list[S
             and len(ranks) >= MIN_SLOW_SHARE * len(members)
             and len(members) < len(places)
         ):
-            found.append(SlowRankGroup(kind, name, ranks))
             left.difference_update(ranks)
-    return found
+            yield SlowRankGroup(kind, name, ranks)
 
 
 def _ranks_by_node(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:

@@ -851,7 +851,17 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     """Return the verdict on a typical step with work on a device, by the device's clock."""
     timed = timed_devices(report)
     if not timed:
-        return _build_not_known_verdict(report, device)
+        found = _break_down_host_step(report)
+        return Verdict(
+            kind="not_known",
+            confidence=0.0,
+            action=(
+                'record device times (device_times="on"), or look at a trace of some steps:'
+                " torchlens-perf capture."
+            ),
+            uses=_name_uses(max((found.computing, *found.waits), key=lambda use: use.seconds)),
+            evidence=UntimedDeviceEvidence(device, found.step_s, has_device_times=False),
+        )
     if replays_graphs(report):
         return _build_graph_verdict(report, device)
     parts = _device_parts(report, timed)
@@ -862,12 +872,12 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         return unrecorded
     first, pace = found.limit, find_host_pace(report)
     if first.kind == "host_bound" and lacks_phases(timed):
-        # The work on the device is outside of all phases.
+        # All work on the device is outside of the phases.
         return Verdict(
             kind="not_known",
             confidence=0.0,
             action=_SECTION_ACTION,
-            uses=_name_uses(found.limit),
+            uses=_name_uses(first),
             evidence=UntimedDeviceEvidence(device, found.step_s, has_device_times=True),
         )
     if pace is not None:
@@ -877,7 +887,10 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     worth = [each for each in found.large_waits if each is not first]
     following = _choose_following(found, worth)
     cost_s = 0.0 if following is found.computing else following.seconds
-    ahead = _describe_lag(report, device, found.step_s)
+    # Hosts that are so far ahead always have work for the devices.
+    lags_s = [each["behind_s"]["p50_s"] or 0.0 for each in timed]
+    is_ahead = min(lags_s) >= _FAR_AHEAD * found.step_s
+    ahead = f"The host is ahead, and waits for the {device}." if is_ahead else ""
     if first is found.computing:
         what = "Computing takes" if ahead else "The phases take"
         named = [dataclasses.replace(first, what=what), *worth]
@@ -966,13 +979,6 @@ def _largest_first(parts_s: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(parts_s.items(), key=lambda item: (item[1], item[0]), reverse=True))
 
 
-def _describe_lag(report: Facts, device: str, step_s: float) -> str:
-    """Return a sentence if hosts are so far ahead that devices have work all the time; else ""."""
-    lags_s = [each["behind_s"]["p50_s"] or 0.0 for each in timed_devices(report)]
-    is_ahead = min(lags_s) >= _FAR_AHEAD * step_s
-    return f"The host is ahead, and waits for the {device}." if is_ahead else ""
-
-
 def _build_graph_verdict(report: Facts, device: str) -> Verdict:
     """Return the verdict on steps that replay a CUDA graph. Device sections show their parts."""
     timed, steps = timed_devices(report), max(1, report["steps"]["count"])
@@ -989,19 +995,4 @@ def _build_graph_verdict(report: Facts, device: str) -> Verdict:
         action=action,
         notes=_name_other_processes(report),
         evidence=GraphReplayEvidence(step_s, longest, device),
-    )
-
-
-def _build_not_known_verdict(report: Facts, device: str) -> Verdict:
-    found = _break_down_host_step(report)
-    largest = max((found.computing, *found.waits), key=lambda use: use.seconds)
-    return Verdict(
-        kind="not_known",
-        confidence=0.0,
-        action=(
-            'record device times (device_times="on"), or look at a trace of some steps:'
-            " torchlens-perf capture."
-        ),
-        uses=_name_uses(largest),
-        evidence=UntimedDeviceEvidence(device, found.step_s, has_device_times=False),
     )

@@ -3,7 +3,7 @@ do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import structs
 
@@ -136,7 +136,7 @@ def describe_hang(
         hang.waiting,
         stacks,
         opening,
-        f"{finding} {_additional_sentences(hang)}".rstrip(),
+        " ".join([finding, *_additional_sentences(hang)]),
         _next_action(hang, user_lines),
         places=_list_places(hang, user_lines),
         ranks=tuple(each.progress.rank for each in hang.blocking),
@@ -374,15 +374,13 @@ _FINDINGS: dict[str, Callable[[Hang], str]] = {
 }  # fmt: skip
 
 
-def _additional_sentences(hang: Hang) -> str:
-    asides = ""
+def _additional_sentences(hang: Hang) -> Iterator[str]:
     if hang.asleep:
-        asides += f"Asleep in the kernel (process state D: storage or a driver): {_format_ranks(hang.asleep)}. "
+        yield f"Asleep in the kernel (process state D: storage or a driver): {_format_ranks(hang.asleep)}."
     if hang.unheard:
-        asides += f"No reports from {_format_ranks(hang.unheard)}. "
+        yield f"No reports from {_format_ranks(hang.unheard)}."
     if hang.ended and hang.kind in ("alone", "blocked", "pause", "apart", "together"):
-        asides += f"{_format_count(len(hang.ended), 'rank has', 'ranks have')} ended. "
-    return asides
+        yield f"{_format_count(len(hang.ended), 'rank has', 'ranks have')} ended."
 
 
 _SPANS: dict[int, str] = {

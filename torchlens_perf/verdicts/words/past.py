@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
@@ -18,7 +17,7 @@ from torchlens_perf.verdicts.verdict import (
     Verdict,
 )
 from torchlens_perf.verdicts.words.bottleneck import TimeShare, action_against
-from torchlens_perf.verdicts.words.evidence import LIMITS, PastEvidence
+from torchlens_perf.verdicts.words.evidence import LIMITS
 from torchlens_perf.verdicts.words.phases import within_sentence
 from torchlens_perf.verdicts.words.report import Facts
 
@@ -74,18 +73,6 @@ def build_run_part_verdict(
         action=action_against(use, report) if lasts else "",
         held=held,
         evidence=evidence,
-    )
-
-
-def build_ended_verdict(
-    kind: str, text: str, ranks: Sequence[int], since_step: int | None
-) -> Verdict:
-    """Return a verdict on a finding that has ended. text: the text of its newest alert."""
-    return Verdict(
-        kind=past_kind(kind),
-        since_step=since_step,
-        confidence=0.5,
-        evidence=PastEvidence(text, ranks=tuple(ranks)),
     )
 
 

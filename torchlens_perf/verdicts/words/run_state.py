@@ -348,9 +348,13 @@ def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
         return []
     first = min(died, key=_death_order)
     end, host = first["end"], first["host"]
-    by_oom_killer = end is not None and _has_oom_killer_ended(
-        end, [each for each in died if each["host"] == host]
-    )
+    killed = [
+        each
+        for each in died
+        if each["host"] == host and each["end"] and each["end"]["signal"] == signal.SIGKILL
+    ]
+    # The OOM killer may have ended only other processes of the group.
+    by_oom_killer = end is not None and first in killed and end["oom_kills"] >= len(killed)
     action = f"read the log of rank {first['rank']}."
     if by_oom_killer:
         action = f"{_FREE_MEMORY.format(host)} Or raise the limit."
@@ -384,15 +388,6 @@ def _death_order(rank: Rank) -> tuple[bool, bool, int, int]:
     last = rank["last_step"]
     by_launcher = rank["end"] is not None and rank["end"]["signal"] == signal.SIGTERM
     return by_launcher, last is not None, last or 0, rank["rank"]
-
-
-def _has_oom_killer_ended(end: ProcessEnd, died: Sequence[Rank]) -> bool:
-    """Return True if the kernel's OOM killer has ended a process, and not only others of its group.
-
-    died: all ranks of its node that died.
-    """
-    killed = [each for each in died if each["end"] and each["end"]["signal"] == signal.SIGKILL]
-    return end["signal"] == signal.SIGKILL and end["oom_kills"] >= len(killed)
 
 
 def name_end(end: ProcessEnd | None) -> str:

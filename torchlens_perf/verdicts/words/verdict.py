@@ -76,7 +76,10 @@ def _build_all_verdicts(
         now.append(build_link_verdict(report["steps"]["count"], report["steps"]["mean_s"], links))
     # While one rank is slow, the other ranks wait for it. A rank that was slow in most steps
     # explains the waits of the whole run.
-    slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST_STEPS
+    lengths = (
+        each.until_step - each.since_step for each in findings.slow_before if each.until_step
+    )
+    slow_before = max(lengths, default=0) >= _MOST_STEPS * max(1, report["steps"]["count"])
     explained = (
         bool(now) or slow_before or bool(not findings.compared and find_unequal_work(findings))
     )
@@ -118,14 +121,6 @@ def _is_of_slow_rank(verdict: Verdict, slow: Verdict) -> bool:
     inside = sum(held.since_step <= step < until for step in long["steps"])
     costs_s = _TIMES_A_RANKS_COST * (slow.cost_s_per_step or 0.0)
     return 2 * inside > len(long["steps"]) and long["more_s"] <= costs_s
-
-
-def _share_slow_before(findings: Findings, steps: int) -> float:
-    """Return the length of the longest ended episode of a slow rank, as a share of all steps."""
-    lengths = (
-        each.until_step - each.since_step for each in findings.slow_before if each.until_step
-    )
-    return max(lengths, default=0) / max(1, steps)
 
 
 def _merge_same_causes(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
