@@ -29,6 +29,7 @@ from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.report import report_json
 from torchlens_perf.report.build import build_report
 from torchlens_perf.report.captures import capture_rows
+from torchlens_perf.roles.evidence import SlowIterationEvidence
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.failure import Failure
@@ -71,7 +72,8 @@ def test_schema_command_prints_a_complete_schema_without_a_run(
     schema = json.loads(capsys.readouterr().out)
     top = schema["$defs"][schema["$ref"].rpartition("/")[2]]
 
-    assert set(top["properties"]) == set(top["required"]) == set(build_report("run", []))
+    always = set(build_report("run", []))
+    assert (set(top["required"]), set(top["properties"])) == (always, {*always, "iterations"})
     assert top["properties"]["ranks"]["items"] == {"$ref": "#/$defs/Rank"}
     assert schema["$defs"]["Rank"]["properties"]["step_s"] == {"$ref": "#/$defs/Distribution"}
     assert {"type": "null"} in schema["$defs"]["Distribution"]["properties"]["p50_s"]["anyOf"]
@@ -304,7 +306,8 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
 
 
 def test_every_kind_of_verdict_has_an_example() -> None:
-    assert set(STATES) == {
+    of_events = {("slow_iteration", SlowIterationEvidence)}  # tests/roles/test_report.py
+    assert set(STATES) | of_events == {
         (kind, of) for of in report_json.EVIDENCE for kind in report_json.kinds_with(of)
     }
 
@@ -336,14 +339,17 @@ def test_each_kind_of_verdict_conforms_to_its_schema_only(
 
 
 def test_all_fields_of_a_report_are_always_present() -> None:
-    """Exceptions are fields that tables of earlier recorders lack."""
+    """Exceptions are fields that tables of earlier recorders lack, and jobs without roles."""
     definitions = report_json.build_schema()["$defs"]
     lacking = {
         name: set(each["properties"]) - set(each["required"]) for name, each in definitions.items()
     }
     optional = {"device_bytes", "caught", "earlier", "file"}
 
-    assert {name: each for name, each in lacking.items() if each} == {"OutOfMemory": optional}
+    assert {name: each for name, each in lacking.items() if each} == {
+        "OutOfMemory": optional,
+        "RoleReport": {"iterations"},
+    }
 
 
 def test_report_on_an_empty_run_conforms_to_the_schema(run: RunDirectory) -> None:

@@ -50,6 +50,7 @@ from torchlens_perf.report.gpu_rows import gpu_rows, network_port_rows
 from torchlens_perf.report.heat import build_heat_map
 from torchlens_perf.report.overhead import estimate_overhead, largest_period
 from torchlens_perf.report.step_history import build_step_history
+from torchlens_perf.roles.evidence import SlowIterationEvidence as SlowIterationEvidence
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.verdicts.finding_log import FindingRecords

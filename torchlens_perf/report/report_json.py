@@ -9,8 +9,8 @@ from typing import IO, Any
 import msgspec
 
 from torchlens_perf.report.build import EVIDENCE
+from torchlens_perf.roles.facts import RoleReport
 from torchlens_perf.verdicts.verdict import Evidence
-from torchlens_perf.verdicts.words.report import Report
 
 
 def write_json(value: Mapping[str, Any], file: IO[str]) -> None:
@@ -38,7 +38,7 @@ def build_schema() -> dict[str, Any]:
     A verdict of a kind has evidence of one of the types that list this kind.
     """
     (report, *evidence), definitions = msgspec.json.schema_components(
-        [Report, *EVIDENCE], ref_template="#/$defs/{name}"
+        [RoleReport, *EVIDENCE], ref_template="#/$defs/{name}"
     )
     del definitions["Evidence"]
     for each in definitions.values():

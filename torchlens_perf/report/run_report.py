@@ -70,6 +70,11 @@ def report_from_states(
         unusable += broken.values()
         states = [state for state in states if state.host not in broken]
         report = build_report(run.run_id, states, captured)
+    if (run.path / "events").is_dir():
+        # Jobs without roles do not need this module.
+        from torchlens_perf.roles.report import add_iterations
+
+        add_iterations(run, report)
     notes = report["quality"]["notes"]
     # The sidecar may already have noted some of the unreadable requests.
     notes += [each for each in requests if each not in notes]

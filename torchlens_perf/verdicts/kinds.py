@@ -51,6 +51,7 @@ _CURRENT = (
     VerdictKind("host_bound", "BOTTLENECK", WARNING, "host-bound", "host code", is_captured=True),
     VerdictKind("lack_of_cpu", "BOTTLENECK", WARNING, "cpu-contention", "CPU contention", is_captured=True),
     VerdictKind("compute_bound", "OK", GOOD, is_summary=True, is_captured=True),
+    VerdictKind("slow_iteration", "SLOW ITERATION", WARNING, "slow-iteration"),
     VerdictKind("long_steps", "LONG STEPS", WARNING, is_captured=True),
     VerdictKind("uneven_steps", "UNEVEN STEPS", WARNING),
     VerdictKind("startup", "SLOW START", WARNING),

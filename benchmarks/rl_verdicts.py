@@ -1,0 +1,140 @@
+"""Verdicts on jobs of reinforcement learning with planted faults, and times against own logs.
+
+    python -m benchmarks.rl_verdicts --seeds 2 --clean 4 --folder /tmp/rl
+
+Each run is a job of benchmarks/rl_job.py. The first verdict on slow iterations should have the
+planted cause and process; a clean run should have none. Apart from the verdicts, the times of the
+report are compared with the logs that the processes wrote themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rl_job import ENGINES, FAULTS
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.run.directory import RunDirectory
+
+MOST_ERROR = 0.05
+"""Largest difference between a time of the report and of a log, as a share of the log's."""
+_NEGLIGIBLE_S = 0.05
+"""Parts that take less time per iteration are not compared."""
+
+
+def read_log(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def read_truth(folder: Path) -> dict[str, float]:
+    """Return seconds per iteration by the logs of the processes, without the first iteration."""
+    iterations = read_log(folder, "rank-0")
+    stages: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for name in (*(f"engine-{index}" for index in range(ENGINES)), "tool", "reward"):
+        for row in read_log(folder, name):
+            if "id" in row:
+                stages[row["id"].partition("-")[0]].setdefault(row["id"], []).extend(
+                    (row["begin"], row["end"])
+                )
+    sums: dict[str, float] = defaultdict(float)
+    for row in iterations[1:]:
+        times = stages[str(row["iteration"])]
+        # The sample whose reward ended last: begin and end of generation, tool and reward.
+        last = max(times.values(), key=lambda each: each[5])
+        sums["rollout"] += row["complete"] - row["start"]
+        sums["generation"] += last[1] - last[0]
+        sums["tool"] += last[3] - last[2]
+        sums["reward"] += last[5] - last[4]
+        sums["steps"] += row["steps_end"] - row["steps_begin"]
+        sums["weights"] += row["end"] - row["steps_end"]
+    return {part: seconds / (len(iterations) - 1) for part, seconds in sums.items()}
+
+
+def read_measured(report: Any) -> dict[str, float]:
+    """Return the same times by the report."""
+    found = report["iterations"]
+    rollout = sum(
+        seconds
+        for part, seconds in found.parts.items()
+        if part not in ("steps", "weights", "other")
+    )
+    return {"rollout": rollout, **found.parts}
+
+
+def judge(folder: Path, run: Path, fault: str, seed: int) -> dict[str, Any]:
+    report: Any = load_report(RunDirectory(run), lost_time=False)
+    verdicts = [each for each in report["verdicts"] if each.kind == "slow_iteration"]
+    first = verdicts[0].evidence if verdicts else None
+    expected = {
+        "slow_engine": f"engine-{seed % ENGINES}", "loaded_engine": f"engine-{seed % ENGINES}",
+        "slow_trainer_rank": "rank 1",
+    }.get(fault)  # fmt: skip
+    truth, measured = read_truth(folder), read_measured(report)
+    errors = {
+        part: round(measured.get(part, 0.0) / seconds - 1, 4)
+        for part, seconds in truth.items()
+        if seconds >= _NEGLIGIBLE_S
+    }
+    is_right = (first.cause if first else "") == fault
+    if first is not None and expected is not None:
+        is_right &= first.found.subject == expected
+    if fault == "slow_trainer_rank" and first is None:
+        # The verdict on a slow rank replaces the one on iterations.
+        is_right = any(each.kind == "straggler" and each.rank == 1 for each in report["verdicts"])
+    return {
+        "fault": fault,
+        "seed": seed,
+        "right": is_right,
+        "causes": [[each.evidence.cause, each.evidence.found.subject] for each in verdicts],
+        "others": [each.kind for each in report["verdicts"] if each.kind != "slow_iteration"],
+        "text": verdicts[0].sentence if verdicts else "",
+        "shares": {each.kind: round(each.share, 3) for each in report["iterations"].causes},
+        "truth": truth,
+        "errors": errors,
+        "accurate": all(abs(each) <= MOST_ERROR for each in errors.values()),
+        "lost": report["iterations"].lost_events,
+    }
+
+
+def run_case(folder: Path, fault: str, seed: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.rl_job", str(folder), "--seed", str(seed)]
+    command += ["--fault", fault] if fault else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{fault or 'clean'} {seed}: {done.stderr[-2000:]}")
+    return judge(folder, Path(done.stdout.splitlines()[-1]), fault, seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Verdicts on jobs of reinforcement learning.")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each fault")
+    parser.add_argument("--clean", type=int, default=4, help="runs without a fault")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--faults", nargs="*", default=FAULTS)
+    parser.add_argument("--folder", type=Path, help="by default, a temporary one")
+    given = parser.parse_args()
+    cases = [(fault, given.first + seed) for seed in range(given.seeds) for fault in given.faults]
+    cases += [("", given.first + seed) for seed in range(given.clean)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        found = []
+        for fault, seed in cases:
+            found.append(run_case(folder / f"{fault or 'clean'}-{seed}", fault, seed))
+            print(json.dumps(found[-1]), flush=True)
+    planted = [each for each in found if each["fault"]]
+    clean = [each for each in found if not each["fault"]]
+    print(
+        f"right: {sum(each['right'] for each in planted)} of {len(planted)} planted; named in"
+        f" {sum(not each['right'] for each in clean)} of {len(clean)} clean runs; times within"
+        f" {MOST_ERROR:.0%}: {sum(each['accurate'] for each in found)} of {len(found)} runs"
+    )
+
+
+if __name__ == "__main__":
+    main()

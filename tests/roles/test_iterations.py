@@ -1,0 +1,79 @@
+"""Tests of iterations: their parts add up, and the critical path is that of the last sample."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.roles.tables import job_events, job_iterations, shuffled
+from torchlens_perf.roles.iterations import build_iterations
+from torchlens_perf.roles.report import sum_parts
+
+WHOLE_S = 0.01 + 0.3 + 0.03 + 0.03 + 0.01 + 0.2 + 0.05
+
+
+def test_parts_of_an_iteration_add_up_to_its_time() -> None:
+    found = job_iterations()
+
+    assert [each.batch for each in found] == ["0", "1", "2", "3", "4"]
+    assert [each.seconds for each in found] == pytest.approx([WHOLE_S] * 5)
+    assert sum(sum_parts(found).values()) == pytest.approx(5 * WHOLE_S)
+    assert sum_parts(found[:1]) == pytest.approx(
+        {
+            "generation wait": 0.01, "generation": 0.3, "tool wait": 0.01, "tool": 0.02, "reward wait": 0.01,
+            "reward": 0.02, "collecting": 0.01, "steps": 0.2, "weights": 0.05,
+        }
+    )  # fmt: skip
+
+
+def test_critical_path_is_that_of_the_last_sample() -> None:
+    """Sample 4 has a slow tool. The other samples are not on the path."""
+    found = job_iterations(tool_s=lambda iteration, sample: 1.0 if sample == 4 else 0.02)
+
+    last = found[1].last_sample
+    assert last is not None
+    assert last.id == "1-4"
+    assert sum_parts(found)["tool"] == pytest.approx(5.0)
+
+
+def test_samples_of_a_next_batch_that_were_sent_early_cost_only_the_wait() -> None:
+    """An asynchronous job: a batch is sent 0.2 s before the trainer begins to wait for it."""
+    events = [
+        each._replace(time_s=each.time_s - 0.2) if each.id.startswith("1-") else each
+        for each in job_events(iterations=2)
+    ]
+    found = build_iterations(shuffled(events))
+
+    # Its samples are done 0.2 s before the batch is complete.
+    assert found[1].rollout_s == pytest.approx(0.38)
+    parts = sum_parts(found[1:])
+    assert parts["generation"] == pytest.approx(0.11)
+    assert parts["collecting"] == pytest.approx(0.21)
+    assert sum(parts.values()) == pytest.approx(found[1].seconds)
+
+
+def test_samples_that_are_no_part_of_the_batch_are_left_out() -> None:
+    """A trainer that takes the first samples does not wait for the others."""
+    late = [each for each in job_events(iterations=1) if each.id == "0-5"]
+    events = [each for each in job_events(iterations=1) if each not in late]
+    found = build_iterations(
+        [*events, *(each._replace(time_s=each.time_s + 5) for each in late[1:]), late[0]]
+    )
+
+    assert len(found[0].samples) == 5
+
+
+def test_saving_is_that_of_all_samples() -> None:
+    """Without the long tool call of one sample, the next longest one counts."""
+    found = job_iterations(
+        tool_s=lambda iteration, sample: {4: 1.0, 2: 0.6}.get(sample, 0.02),
+        queue_s=lambda iteration, sample: 0.0,
+    )[1]
+
+    assert found.predict_saving(
+        lambda sample, each: 0.0 if sample.id == "1-4" else each.seconds
+    ) == pytest.approx(0.4)
+    assert found.predict_saving(lambda sample, each: each.seconds) == 0.0
+
+
+def test_events_without_a_batch_make_no_iteration() -> None:
+    assert not build_iterations(each for each in job_events() if each.name != "batch_complete")

@@ -1,0 +1,241 @@
+"""The iterations of a job with several roles: what happened to each sample, and what the trainer
+waited for. Pure.
+
+Times are seconds of one clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+STAGES = ("generation", "tool", "reward")
+SENDING, COLLECTING = "sending", "collecting"
+
+
+class Event(NamedTuple):
+    """One event of a process."""
+
+    time_s: float
+    process: str
+    name: str
+    id: str
+    batch: str
+    tokens_out: int | None = None
+
+
+class Interval(NamedTuple):
+    """Time between a begin event and its end event on one process."""
+
+    stage: str
+    process: str
+    id: str
+    batch: str
+    begin_s: float
+    end_s: float
+    tokens: int | None
+
+
+class Segment(NamedTuple):
+    """A part of a sample's time: a stage, or the wait before it."""
+
+    stage: str
+    process: str
+    waiting: bool
+    """True for the time from the end of the previous stage until this stage begins."""
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One sample, from sending its prompt to the end of its last stage."""
+
+    id: str
+    sent_s: float
+    segments: tuple[Segment, ...]
+    tokens: int | None
+    """Generated tokens; None if not given."""
+    engine: str
+    """The process that generated it; "" if not known."""
+
+    @property
+    def done_s(self) -> float:
+        return self.sent_s + sum(each.seconds for each in self.segments)
+
+    def seconds(self, stage: str, *, waiting: bool = False) -> float:
+        return sum(
+            each.seconds
+            for each in self.segments
+            if each.stage == stage and each.waiting is waiting
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """One iteration of the lead trainer. rollout_s, steps_s, weights_s and other_s add up to its
+    time."""
+
+    trainer: str
+    """The process that collects the batches."""
+    batch: str
+    begin_s: float
+    end_s: float
+    asked_s: float
+    """When the trainer began to wait for the samples."""
+    complete_s: float
+    samples: tuple[Sample, ...]
+    steps: tuple[Interval, ...]
+    """Optimizer steps of the lead trainer."""
+    weights_s: float
+    takes: tuple[Interval, ...]
+    """Intervals in which engines took the weights that this iteration published."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+    @property
+    def rollout_s(self) -> float:
+        """Time for which the trainer waited for the samples."""
+        return max(0.0, self.complete_s - self.asked_s)
+
+    @property
+    def steps_s(self) -> float:
+        return sum(each.end_s - each.begin_s for each in self.steps)
+
+    @property
+    def other_s(self) -> float:
+        return self.seconds - self.rollout_s - self.steps_s - self.weights_s
+
+    @property
+    def last_sample(self) -> Sample | None:
+        """The sample that the trainer waited for."""
+        return max(self.samples, key=lambda each: each.done_s, default=None)
+
+    def critical_path(self) -> Iterator[Segment]:
+        """Yield the segments of the last sample, which add up to rollout_s."""
+        last = self.last_sample
+        if last is None:
+            yield Segment(COLLECTING, "", False, self.rollout_s)
+            return
+        at_s = self.asked_s
+        chain = [Segment(SENDING, "", False, max(0.0, last.sent_s - at_s)), *last.segments]
+        end_s = min(last.sent_s, at_s)
+        for each in chain:
+            end_s += each.seconds
+            # What happened before the trainer began to wait cost it nothing.
+            yield each._replace(seconds=max(0.0, end_s - at_s))
+            at_s = max(at_s, end_s)
+        yield Segment(COLLECTING, "", False, max(0.0, self.complete_s - at_s))
+
+    def predict_saving(self, change: Callable[[Sample, Segment], float]) -> float:
+        """Return by how much the samples would be complete earlier if segments took other times.
+
+        change: returns the new seconds of a segment. The waits of other samples stay the same.
+        """
+        last = self.last_sample
+        if last is None:
+            return 0.0
+        done_s = max(
+            each.sent_s + sum(change(each, segment) for segment in each.segments)
+            for each in self.samples
+        )
+        return min(self.rollout_s, max(0.0, last.done_s - done_s))
+
+
+def build_iterations(events: Iterable[Event]) -> list[Iteration]:
+    """Return the iterations of the trainer that collects the batches, in their order."""
+    ordered = sorted(events)
+    complete = [each for each in ordered if each.name == "batch_complete"]
+    if not complete:
+        return []
+    lead = Counter(each.process for each in complete).most_common(1)[0][0]
+    intervals = list(_pair_events(ordered))
+    samples = _build_samples(ordered, intervals)
+    of_lead: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+    for each in intervals:
+        if each.process == lead:
+            of_lead[each.stage, each.batch].append(each)
+    takes = [each for each in intervals if each.stage == "weights_take"]
+    found: list[Iteration] = []
+    for end in complete:
+        # Samples that ended later were left out of the batch.
+        mine = [each for each in samples[end.batch] if each.done_s <= end.time_s]
+        if end.process != lead or not mine:
+            continue
+        steps, sent = of_lead["steps", end.batch], of_lead["weights_publish", end.batch]
+        first_s = min(each.sent_s for each in mine)
+        begin_s = found[-1].end_s if found else first_s
+        end_s = max([end.time_s, *(each.end_s for each in (*steps, *sent))])
+        found.append(
+            Iteration(
+                lead,
+                end.batch,
+                begin_s,
+                end_s,
+                max(begin_s, first_s),
+                end.time_s,
+                tuple(mine),
+                tuple(steps),
+                sum(each.end_s - each.begin_s for each in sent),
+                tuple(
+                    take
+                    for take in takes
+                    for each in sent
+                    if each.begin_s <= take.begin_s <= each.end_s
+                ),
+            )
+        )
+    return found
+
+
+def _pair_events(ordered: Sequence[Event]) -> Iterator[Interval]:
+    """Yield an interval for each end event whose begin event is known."""
+    open_events: dict[tuple[str, str, str, str], Event] = {}
+    for each in ordered:
+        stage, _, edge = each.name.rpartition("_")
+        key = each.process, stage, each.id, each.batch
+        if edge == "begin":
+            open_events[key] = each
+        elif edge == "end" and (begin := open_events.pop(key, None)) is not None:
+            yield Interval(
+                stage, each.process, each.id, each.batch, begin.time_s, each.time_s, each.tokens_out
+            )
+
+
+def _build_samples(
+    ordered: Sequence[Event], intervals: Sequence[Interval]
+) -> dict[str, list[Sample]]:
+    """Return the samples that were sent and generated, by batch."""
+    stages: dict[str, list[Interval]] = defaultdict(list)
+    for each in intervals:
+        if each.stage in STAGES:
+            stages[each.id].append(each)
+    found: dict[str, list[Sample]] = defaultdict(list)
+    for sent in ordered:
+        if sent.name != "sample_sent" or sent.id not in stages:
+            continue
+        mine = sorted(stages.pop(sent.id), key=lambda one: one.begin_s)
+        generated = [one for one in mine if one.stage == "generation"]
+        tokens = [one.tokens for one in generated if one.tokens is not None]
+        found[sent.batch].append(
+            Sample(
+                sent.id,
+                sent.time_s,
+                tuple(_split(sent.time_s, mine)),
+                sum(tokens) if tokens else None,
+                generated[-1].process if generated else "",
+            )
+        )
+    return found
+
+
+def _split(sent_s: float, stages: Sequence[Interval]) -> Iterator[Segment]:
+    at_s = sent_s
+    for each in stages:
+        begin_s, end_s = max(at_s, each.begin_s), max(at_s, each.end_s)
+        yield Segment(each.stage, each.process, True, begin_s - at_s)
+        yield Segment(each.stage, each.process, False, end_s - begin_s)
+        at_s = end_s

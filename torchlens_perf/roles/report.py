@@ -1,0 +1,104 @@
+"""Add the iterations of a job with several roles to its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torchlens_perf.roles.causes import Cause, engine_names, find_causes
+from torchlens_perf.roles.evidence import build_verdict
+from torchlens_perf.roles.facts import OTHER, PARTS, STEPS, WEIGHTS, Engine, Iterations, RoleReport
+from torchlens_perf.roles.iterations import Iteration, build_iterations
+from torchlens_perf.roles.table import read_events, read_trainer_steps
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.report import Report
+
+_OF_STEPS = ("long_steps", "straggler", "host_bound", "data_bound", "communication_bound")
+"""Kinds of verdicts that a trainer's wait for samples causes, because steps contain the wait."""
+_TOLERANCE = 0.3
+_WAITS = "the trainer's wait for samples and weights is in the table of iterations, and has no other verdict"
+
+
+def add_iterations(run: RunDirectory, report: Report) -> None:
+    """Add the iterations, and verdicts on what makes them slow, if there are whole iterations."""
+    notes = report["quality"]["notes"]
+    recorded = read_events(run, notes)
+    if recorded.lost:
+        notes.append(f"{recorded.lost} events of roles were overwritten before they were read")
+    # The first iteration contains the warm-up of all processes.
+    iterations = build_iterations(recorded.events)[1:]
+    if not iterations:
+        notes.append("the events of roles contain no second iteration: see batch_complete")
+        return
+    steps, all_steps = read_trainer_steps(run, iterations, notes)
+    found = find_causes(iterations, steps, all_steps)
+    count, total_s = len(iterations), sum(each.seconds for each in iterations)
+    roles = list(recorded.roles.values())
+    cast(RoleReport, report)["iterations"] = Iterations(
+        count,
+        total_s / count,
+        {part: seconds / count for part, seconds in sum_parts(iterations).items()},
+        [_build_engine(iterations, name) for name in engine_names(iterations)],
+        found,
+        {role: roles.count(role) for role in dict.fromkeys(roles)},
+        recorded.lost,
+        len({each.process for each in steps}) > 1,
+    )
+    pid = recorded.pids[iterations[0].trainer]
+    lead = next((each["rank"] for each in report["ranks"] if each["pid"] == pid), None)
+    replace_verdicts(report, iterations, found, lead)
+
+
+def replace_verdicts(
+    report: Report, iterations: Sequence[Iteration], causes: Sequence[Cause], lead: int | None
+) -> None:
+    """Add verdicts on large causes, and remove those on steps that only show the trainer's wait.
+
+    lead: rank of the trainer that waits for the samples; None if not known.
+    """
+    count, total_s = len(iterations), sum(each.seconds for each in iterations)
+    slow = {f"rank {each.rank}" for each in report["verdicts"] if each.kind == "straggler"}
+    waits = [
+        each for each in report["verdicts"] if _is_wait_of_trainer(each, report, iterations, lead)
+    ]
+    verdicts = [each for each in report["verdicts"] if each not in waits]
+    verdicts += [
+        build_verdict(each, count, total_s / count, report["steps"]["count"])
+        for each in causes
+        # A verdict on a slow rank says more than one on iterations.
+        if each.is_large and each.subject not in slow
+    ]
+    report["verdicts"] = sorted(verdicts, key=lambda each: each.sort_key)
+    if waits:
+        report["quality"]["notes"].append(_WAITS)
+
+
+def _is_wait_of_trainer(
+    verdict: Verdict, report: Report, iterations: Sequence[Iteration], lead: int | None
+) -> bool:
+    """Return True for a verdict on steps whose cost is the trainer's wait for samples and weights."""
+    if verdict.traits.name not in _OF_STEPS or verdict.rank not in (None, lead):
+        return False
+    waited_s = sum(each.seconds - each.steps_s for each in iterations) / len(iterations)
+    per_step_s = waited_s * (len(iterations) + 1) / max(1, report["steps"]["made"])
+    return abs((verdict.cost_s_per_step or 0.0) - per_step_s) <= _TOLERANCE * per_step_s
+
+
+def sum_parts(iterations: Sequence[Iteration]) -> dict[str, float]:
+    """Return the seconds of each part that occurs, in the order of PARTS."""
+    sums = dict.fromkeys(PARTS, 0.0)
+    for each in iterations:
+        for segment in each.critical_path():
+            sums[f"{segment.stage} wait" if segment.waiting else segment.stage] += segment.seconds
+        sums[STEPS] += each.steps_s
+        sums[WEIGHTS] += each.weights_s
+        sums[OTHER] += each.other_s
+    return {part: seconds for part, seconds in sums.items() if seconds > 0}
+
+
+def _build_engine(iterations: Sequence[Iteration], name: str) -> Engine:
+    samples = [sample for each in iterations for sample in each.samples if sample.engine == name]
+    tokens = sum(each.tokens or 0 for each in samples)
+    seconds = sum(each.seconds("generation") for each in samples)
+    return Engine(name, len(samples), tokens or None, seconds / tokens if tokens else None)

@@ -1,0 +1,102 @@
+"""Read the events of a run directory, and the steps of the trainers that made them."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torchlens_perf.roles.causes import RankStep
+from torchlens_perf.roles.event_file import FOLDER
+from torchlens_perf.roles.iterations import Event, Iteration
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
+
+_MOST_EVENTS = 200_000
+_NS = 1e-9
+# The steps of ranks begin and end at almost the same time.
+_TOLERANCE_S = 0.005
+_EVENT_COLUMNS = (
+    "host", "role", "name", "monotonic_ns", "process", "event", "id", "batch", "tokens_out",
+)  # fmt: skip
+_STEP_COLUMNS = ("rank", "step", "start_ns", "duration_ns", "own_ns")
+
+
+@dataclasses.dataclass
+class RecordedEvents:
+    """The newest events of a run. Processes have names such as "engine-1" or "tool"."""
+
+    events: list[Event]
+    roles: dict[str, str]
+    """Role by process."""
+    pids: dict[str, int]
+    """Process id by process."""
+    lost: int
+    """Number of events that were overwritten before they were read."""
+
+
+def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
+    """Return the newest events. notes: receives a line for each damaged file.
+
+    Only the node with the most events counts, because the clocks of nodes differ.
+    """
+    hosts: dict[str, list[tuple[str, str, str, Event]]] = {}
+    lost: dict[str, int] = {}
+
+    def add(file: ParquetFile) -> None:
+        for process, read in file.footer.items():
+            lost[process] = max(lost.get(process, 0), int(read["lost"]))
+        table = file.read_table(_EVENT_COLUMNS).to_pydict()
+        columns = (table[name] for name in _EVENT_COLUMNS)
+        for host, role, name, time_ns, process, *rest in zip(*columns, strict=True):
+            event = Event(time_ns * _NS, process, *rest)
+            hosts.setdefault(host, []).append((process, role, name, event))
+
+    folder = ParquetFolder(run.path / FOLDER, unreadable=make_error_collector(notes))
+    list(folder.read_each(add))
+    newest = max(hosts.values(), key=len, default=[])[-_MOST_EVENTS:]
+    names = _name_processes({process: name or role for process, role, name, _ in newest})
+    return RecordedEvents(
+        [event._replace(process=names[process]) for process, _, _, event in newest],
+        {names[process]: role for process, role, _, _ in newest},
+        {name: int(process.split("-")[-2]) for process, name in names.items()},
+        sum(lost.values()),
+    )
+
+
+def _name_processes(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the label of each process, with a number if several processes have the same."""
+    names: dict[str, str] = {}
+    for process, label in labels.items():
+        mates = sorted(other for other in labels if labels[other] == label)
+        names[process] = f"{label} {mates.index(process)}" if len(mates) > 1 else label
+    return names
+
+
+def read_trainer_steps(
+    run: RunDirectory, iterations: Sequence[Iteration], notes: list[str]
+) -> tuple[list[RankStep], float]:
+    """Return the steps of all ranks inside of the iterations' optimizer steps, and how many steps
+    there are for each of them.
+
+    The first step of an iteration contains the wait for its samples, so it is left out.
+    """
+    found: list[RankStep] = []
+    windows = sorted(
+        (part.begin_s - _TOLERANCE_S, part.end_s + _TOLERANCE_S, each.batch)
+        for each in iterations
+        for part in each.steps
+    )
+
+    def add(file: ParquetFile) -> None:
+        table = file.read_table(_STEP_COLUMNS).to_pydict()
+        columns = (table[name] for name in _STEP_COLUMNS)
+        for rank, step, start_ns, duration_ns, own_ns in zip(*columns, strict=True):
+            at = bisect.bisect(windows, (start_ns * _NS,)) - 1
+            if at >= 0 and (start_ns + duration_ns) * _NS <= windows[at][1]:
+                found.append(RankStep(windows[at][2], f"rank {rank}", step, own_ns * _NS))
+
+    if windows:
+        list(ParquetFolder(run.steps, unreadable=make_error_collector(notes)).read_each(add))
+    kept = len({(each.batch, each.step) for each in found})
+    return found, (kept + len({each.batch for each in found})) / max(1, kept)
