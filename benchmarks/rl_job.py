@@ -60,14 +60,21 @@ class Plan:
     seed: int = 0
     iterations: int = 8
     records: bool = True
+    steps: int = STEPS
+    """Optimizer steps in an iteration."""
+    strength: float = 1.0
+    """Size of the fault, relative to the usual one."""
+    long_tail: bool = False
+    """True if lengths vary much without a fault: by a log-normal distribution."""
 
     @property
     def victim(self) -> int:
         """Index of the engine that a fault of one engine is in."""
         return self.seed % ENGINES
 
-    def when(self, fault: str, value: float, otherwise: float = 0.0) -> float:
-        return value if self.fault == fault else otherwise
+    def excess(self, fault: str, value: float) -> float:
+        """Return how much longer something takes because of this fault."""
+        return value * self.strength if self.fault == fault else 0.0
 
 
 class Policy(nn.Module):
@@ -181,8 +188,8 @@ class Engine:
         self._policy, self._log = Policy().eval(), log
         self._token_s = TOKEN_S
         if index == plan.victim:
-            self._token_s = plan.when("slow_engine", 2.5 * TOKEN_S, TOKEN_S)
-        self._take_s = plan.when("slow_weights", 0.15)
+            self._token_s += plan.excess("slow_engine", 1.5 * TOKEN_S)
+        self._take_s = plan.excess("slow_weights", 0.15)
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._weights = threading.Lock()
         threading.Thread(target=self._generate_forever, daemon=True).start()
@@ -259,7 +266,7 @@ def run_service(plan: Plan, name: str, ready: Connection) -> None:
     perf.role(name)
     log = Log(plan.folder, name)
     usual_s = {"tool": TOOL_S, "reward": REWARD_S}[name]
-    sleep_s = usual_s + plan.when(f"slow_{name}", 0.4)
+    sleep_s = usual_s + plan.excess(f"slow_{name}", 0.4)
 
     def answer(body: bytes) -> bytes:
         values = json.loads(body)
@@ -287,13 +294,17 @@ class Rollouts:
     def collect(self, iteration: int) -> list[tuple[list[int], float]]:
         """Return tokens and reward of each sample."""
         lengths = [self._random.randint(LENGTH - 4, LENGTH + 4) for _ in range(SAMPLES)]
+        if self._plan.long_tail:
+            lengths = [round(self._random.lognormvariate(0, 0.25) * LENGTH) for _ in lengths]
         if self._plan.fault == "long_samples":
-            lengths[self._random.randrange(SAMPLES)] *= 5
+            longer = 1 + self._plan.excess("long_samples", 4)
+            lengths[self._random.randrange(SAMPLES)] = round(longer * LENGTH)
         engines = [sample % ENGINES for sample in range(SAMPLES)]
         if self._plan.fault == "loaded_engine":
-            # Two thirds of the samples go to one engine.
+            # With the usual strength, two thirds of the samples go to one engine.
+            every = round(2 / self._plan.strength)
             engines = [
-                self._plan.victim if sample % 2 else each for sample, each in enumerate(engines)
+                each if sample % every else self._plan.victim for sample, each in enumerate(engines)
             ]
         futures = []
         for sample, (length, engine) in enumerate(zip(lengths, engines, strict=True)):
@@ -336,9 +347,9 @@ def run_trainer(plan: Plan, rank: int, store: int, ports: dict[str, int]) -> Non
     perf.role("trainer", name=f"rank {rank}")
     log = Log(plan.folder, f"rank-{rank}")
     rollouts = Rollouts(plan, ports) if rank == 0 else None
-    step_s = plan.when("idle_engines", 0.5, STEP_S)
+    step_s = STEP_S + plan.excess("idle_engines", 0.46)
     if rank == 1:
-        step_s += plan.when("slow_trainer_rank", 0.15)
+        step_s += plan.excess("slow_trainer_rank", 0.15)
     model = DistributedDataParallel(TrainedPolicy(step_s))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     with perf.watch(model, optimizer, dir=str(plan.folder / "runs")):
@@ -356,7 +367,7 @@ def run_trainer(plan: Plan, rank: int, store: int, ports: dict[str, int]) -> Non
             rewards = torch.tensor([reward for _, reward in samples])
             perf.event("steps_begin", batch=iteration)
             times["steps_begin"], own_s = time.monotonic(), 0.0
-            for _ in range(STEPS):
+            for _ in range(plan.steps):
                 began_s = time.monotonic()
                 loss = compute_loss(model, tokens, rewards)
                 own_s += time.monotonic() - began_s
@@ -421,9 +432,21 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, default="")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps per iteration")
+    parser.add_argument("--strength", type=float, default=1.0, help="size of the fault")
+    parser.add_argument("--long-tail", action="store_true", help="lengths vary much")
     parser.add_argument("--off", action="store_true", help="record nothing")
     given = parser.parse_args()
-    plan = Plan(given.folder, given.fault, given.seed, given.iterations, not given.off)
+    plan = Plan(
+        given.folder,
+        given.fault,
+        given.seed,
+        given.iterations,
+        not given.off,
+        given.steps,
+        given.strength,
+        given.long_tail,
+    )
     print(run_job(plan))
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.rl_verdicts --seeds 2 --clean 4 --folder /tmp/rl
 
 Each run is a job of benchmarks/rl_job.py. The first verdict on slow iterations should have the
-planted cause and process; a clean run should have none. Apart from the verdicts, the times of the
-report are compared with the logs that the processes wrote themselves.
+planted cause and process; a clean run should have none. The times of the report are compared with
+the logs that the processes wrote themselves. Further arguments are passed to rl_job.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,9 @@ def judge(folder: Path, run: Path, fault: str, seed: int) -> dict[str, Any]:
     }
 
 
-def run_case(folder: Path, fault: str, seed: int) -> dict[str, Any]:
+def run_case(folder: Path, fault: str, seed: int, further: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.rl_job", str(folder), "--seed", str(seed)]
-    command += ["--fault", fault] if fault else []
+    command += [*further, *(["--fault", fault] if fault else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{fault or 'clean'} {seed}: {done.stderr[-2000:]}")
@@ -118,14 +119,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--faults", nargs="*", default=FAULTS)
     parser.add_argument("--folder", type=Path, help="by default, a temporary one")
-    given = parser.parse_args()
+    given, further = parser.parse_known_args()
     cases = [(fault, given.first + seed) for seed in range(given.seeds) for fault in given.faults]
     cases += [("", given.first + seed) for seed in range(given.clean)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         found = []
         for fault, seed in cases:
-            found.append(run_case(folder / f"{fault or 'clean'}-{seed}", fault, seed))
+            found.append(run_case(folder / f"{fault or 'clean'}-{seed}", fault, seed, further))
             print(json.dumps(found[-1]), flush=True)
     planted = [each for each in found if each["fault"]]
     clean = [each for each in found if not each["fault"]]

@@ -61,6 +61,27 @@ def test_usual_job_has_no_large_cause() -> None:
     assert not large(found)
 
 
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"tokens": lambda iteration, sample: 55 if sample == 4 else 30},  # Usual variation.
+        {
+            # The engine whose samples wait has almost the same load as others.
+            "queue_s": lambda iteration, sample: 0.4 if sample in (2, 5) else 0.01,
+            "tokens": lambda iteration, sample: 33 if sample in (2, 5) else 30,
+        },
+        {"token_s": lambda engine: 0.0125 if engine == "engine-1" else 0.01},
+        {"steps_s": 0.35},
+    ],
+)
+def test_small_difference_is_no_large_cause(times: dict[str, Any]) -> None:
+    """Each costs more than a tenth of the iterations, or nearly."""
+    found = find_causes(job_iterations(**times))
+
+    assert found[0].share >= 0.09
+    assert not large(found)
+
+
 def test_long_samples_are_named_with_their_engine() -> None:
     found = find_causes(job_iterations(**PLANTED[causes.LONG_SAMPLES]))[0]
 

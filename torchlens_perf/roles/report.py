@@ -82,6 +82,11 @@ def _is_wait_of_trainer(
         return False
     waited_s = sum(each.seconds - each.steps_s for each in iterations) / len(iterations)
     per_step_s = waited_s * (len(iterations) + 1) / max(1, report["steps"]["made"])
+    # Limits of the typical step are means over the ranks. One rank waits for samples, and the others
+    # wait for this rank.
+    ranks = max(1, report["run"]["world_size"])
+    waiting = {"communication_bound": ranks - 1, "host_bound": 1, "data_bound": 1}
+    per_step_s *= waiting.get(verdict.traits.name, ranks) / ranks
     return abs((verdict.cost_s_per_step or 0.0) - per_step_s) <= _TOLERANCE * per_step_s
 
 
