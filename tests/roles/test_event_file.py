@@ -86,3 +86,16 @@ def test_other_file_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RunStoreError, match="not a file of events"):
         read_new_events(tmp_path / "a.events", 0, ended=True)
+
+
+def test_rounds_of_any_size_find_all_events(file: EventFile) -> None:
+    """Rounds read a part of the file first, also where it begins again."""
+    after, seen = 0, 0
+    for count in (500, 1024, 3000, 1, 5000, 1025, 0, 700, 7000):
+        for _ in range(count):
+            file.write(BEGIN, seen, "", -1, -1)
+            seen += 1
+        found = read_new_events(file.path, after, ended=False)
+        assert (len(found.events), found.lost) == (count, 0)
+        after += count
+    assert found.events["id"][-1] == str(seen - 1).encode()

@@ -12,6 +12,7 @@ from torchlens_perf.roles.iterations import Event, Iteration
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 
+# The newest events are enough for an answer, which screens show again and again.
 _MOST_EVENTS = 200_000
 _NS = 1e-9
 # The steps of ranks begin and end at almost the same time.
@@ -53,8 +54,12 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
             hosts.setdefault(host, []).append((process, role, name, event))
 
     folder = ParquetFolder(run.path / FOLDER, unreadable=make_error_collector(notes))
-    list(folder.read_each(add))
-    newest = max(hosts.values(), key=len, default=[])[-_MOST_EVENTS:]
+    folder.paths.reverse()
+    for _ in folder.read_each(add):
+        if max(map(len, hosts.values()), default=0) >= _MOST_EVENTS:
+            break
+    newest = max(hosts.values(), key=len, default=[])
+    newest.sort(key=lambda each: each[-1].time_s)
     names = _name_processes({process: name or role for process, role, name, _ in newest})
     return RecordedEvents(
         [event._replace(process=names[process]) for process, _, _, event in newest],
