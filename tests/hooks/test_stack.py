@@ -93,7 +93,7 @@ def test_doctor_reports_if_py_spy_can_read_stacks() -> None:
 
     assert done.stdout.startswith(
         (
-            "ok      stacks of a hanging rank: py-spy can",
-            "limited stacks of a hanging rank: none: not permitted",
+            "ok      Python stacks: py-spy can",
+            "limited Python stacks: none: not permitted",
         )
     )

@@ -387,7 +387,7 @@ def _check_stacks() -> list[Check]:
     stack = read_main_stack(os.getpid())
     if needed:
         tracer.allow_tracer(0)
-    subject = "stacks of a hanging rank"
+    subject = "Python stacks"
     if stack.lines:
         return [Check(OK, subject, "py-spy can read stacks", records=subject)]
     return [Check(LIMITED, subject, f"none: {stack.reason}")]

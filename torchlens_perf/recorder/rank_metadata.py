@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -90,6 +91,7 @@ class RankMetadata:
             total_steps=config._total_steps,
             folder="" if simulated else encode_path(_find_program_folder()),
             error_file="" if simulated else encode_path(_find_error_file()),
+            thread_id=0 if simulated else threading.get_native_id(),
             interactive=hasattr(sys, "ps1") or bool(sys.flags.interactive),
             process_began_ns=_compute_process_start_ns(identity) if reports_start else 0,
             model=digest_module_names(()),
@@ -105,6 +107,11 @@ class RankMetadata:
             if full:
                 logger.warning("torchlens_perf: %s", text)
             self.publish()
+
+    def note_threads(self, text: str) -> None:
+        """Note that several threads run models."""
+        self.facts.thread_id = 0
+        self.note(text)
 
     def note_unmeasured_part(self, part: str) -> None:
         """Note that a part of the step cannot be measured separately."""

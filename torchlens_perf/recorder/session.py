@@ -54,7 +54,7 @@ class Session:
             reports_start=now_ns is None,
         )  # fmt: skip
         self.facts = self.metadata.facts
-        self.thread = TrainingThread(self.recorder, self.metadata.note)
+        self.thread = TrainingThread(self.recorder, self.metadata.note_threads)
         self.hooks = AttachedHooks(self.metadata.note)
         self.step_callbacks = StepCallbacks(self.metadata.note, self.recorder)
         self.step = CurrentStep(

@@ -146,6 +146,8 @@ class RankFacts:
     measured."""
     compile_s: float | None = None
     """Time spent in torch.compile so far; None if not measured."""
+    thread_id: int = 0
+    """The kernel's id of the recorded thread; 0 if not known, or if several threads run models."""
     threads: int = 0
     """Number of threads that torch uses for one operation; 0 if not known."""
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -20,6 +20,7 @@ from torchlens_perf.exporters.rank_times import RecentRankTimes
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangDetector
 from torchlens_perf.sidecar.nodes import summary
+from torchlens_perf.sidecar.stack_sampler import StackSampler
 from torchlens_perf.sidecar.trace_sampler import TraceSampler
 from torchlens_perf.verdicts.causes.metrics import MetricHistory, encode_signals
 from torchlens_perf.verdicts.causes.rules import diagnose
@@ -102,6 +103,7 @@ class JobGeneration:
         self.module_times = ModuleTimes()
         """Module times, from the ranks of all nodes."""
         self.traces = TraceSampler(generation)
+        self.stacks = StackSampler(self.began_s)
         self.windows = MergedWindows()
         """Step times that devices have merged over all ranks, which rank 0 records."""
         self._metrics = MetricHistory()

@@ -141,6 +141,7 @@ class JobMonitor:
                 facts.job_store, facts.settings.exchange, self._folder, token
             )
             self.job.add_steps(source.state.identity, source.state.placement, judged, places)
+            self.job.stacks.add_steps(source.state.identity.rank, judged)
 
     def judge_job(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
         """Judge the ranks, exchange data with other nodes, and search for hangs."""

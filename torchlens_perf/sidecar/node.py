@@ -99,7 +99,8 @@ class Sidecar:
     # -- one round
 
     def read_rings(self) -> float:
-        """Look at all rings, and copy records out of those that are filling or have ended.
+        """Look at all rings, and copy records out of those that are filling or have ended. Sample
+        waits for disks, and stacks if they are due.
 
         Return the highest share of a ring that is new since the last call.
         """
@@ -107,6 +108,8 @@ class Sidecar:
         self.monitor.assign_attempts(self.sources)
         with self.contain_errors(SIGNALS):
             self.monitor.metrics.sample_disk_waits(self.sources, self.clock())
+            self.monitor.job.stacks.sample_if_due(self.sources.newest_rings(), self.clock())
+            self._add_notes(self.monitor.job.stacks.notes)
         return fullest
 
     def count_records(self) -> None:

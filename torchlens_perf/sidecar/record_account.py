@@ -199,7 +199,12 @@ class RecordProcessor:
         counted = records if uncounted.all() else records[uncounted]
         steps = assemble_steps(counted)
         last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
-        state.add_records(counted, steps, names, source.advance_counted(last, len(counted)))
+        state.add_records(
+            counted, steps, names, source.advance_counted(last, len(counted)), source.samples
+        )
+        source.samples = [
+            each for each in source.samples if each.end_ns > (statistics.ended_ns or 0)
+        ]
         self._monitor.add_steps(source, counted, steps, newest=self._sources.is_newest(source))
         self._join_collectives(source, counted, steps, names)
         if self._exports():

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -25,6 +25,7 @@ from torchlens_perf.analysis.statistics.rank import (
     WindowHistory,
     Windows,
 )
+from torchlens_perf.analysis.statistics.stack_samples import StackSample
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
@@ -137,11 +138,16 @@ class ProcessState:
     """Statistics of each training; [] if there is only one."""
 
     def add_records(
-        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
+        self,
+        records: npt.NDArray[np.void],
+        steps: StepTable,
+        names: list[str],
+        lost: int,
+        samples: Sequence[StackSample] = (),
     ) -> None:
         """Add the records of complete steps to the statistics of the run, and of each training.
 
-        steps: the result of assemble_steps().
+        The arguments are those of RankStatistics.add_records().
         """
         begins = steps.step[(steps.flags & Flag.NEW_TRAINING) != 0].tolist()
         bounds = [-np.inf, *begins, np.inf]
@@ -152,9 +158,9 @@ class ProcessState:
             if begins:
                 part = records[(records["step"] >= first) & (records["step"] < end)]
                 of_part = steps.select_rows((steps.step >= first) & (steps.step < end))
-            self.statistics.add_records(part, of_part, names, lost)
+            self.statistics.add_records(part, of_part, names, lost, samples)
             if self.by_training and (training := self.by_training[-1]).statistics is not None:
-                training.statistics.add_records(part, of_part, names, lost)
+                training.statistics.add_records(part, of_part, names, lost, samples)
                 training.count()
             lost = 0
 

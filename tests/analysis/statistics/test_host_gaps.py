@@ -38,7 +38,7 @@ def gaps_of(*steps: Spans, flags: int = 0) -> list[dict[str, int]]:
         record["flags"] = flags * (kind != Kind.STEP)
     found = find_host_gaps(records, records["kind"], assemble_steps(records))
     sums: list[dict[str, int]] = [Counter() for _ in steps]
-    for at, key, duration_ns in zip(*(each.tolist() for each in found), strict=True):
+    for at, key, _, duration_ns in zip(*(each.tolist() for each in found), strict=True):
         sums[at][name_gap(key)] += duration_ns // MS
     return [{gap: ms for gap, ms in each.items() if ms} for each in sums]
 

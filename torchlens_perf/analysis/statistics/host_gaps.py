@@ -36,6 +36,7 @@ class HostGaps(NamedTuple):
     """Index of the step."""
     key: Integers
     """See name_gap()."""
+    begin_ns: Integers
     duration_ns: Integers
 
 
@@ -58,7 +59,12 @@ def find_host_gaps(
     before = border[outermost[:-1]]
     chosen = (at[1:] == at[:-1]) & ~is_inside[1:] & ~has_closure[at[1:]]
     gaps_ns = (begins_ns - latest_ns).clip(min=0)[1:]
-    return HostGaps(at[1:][chosen], (before << 8 | border[1:])[chosen], gaps_ns[chosen])
+    return HostGaps(
+        at[1:][chosen],
+        (before << 8 | border[1:])[chosen],
+        latest_ns[1:][chosen],
+        gaps_ns[chosen],
+    )
 
 
 def _sort_borders(

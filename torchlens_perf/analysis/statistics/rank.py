@@ -15,6 +15,7 @@ from torchlens_perf.analysis.statistics.host_gaps import find_host_gaps, name_ga
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.module_cost import ModuleCost
 from torchlens_perf.analysis.statistics.operators import OperatorStatistics
+from torchlens_perf.analysis.statistics.stack_samples import StackSample, find_parts
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify_steps
 from torchlens_perf.run.records import PARTS, StepTable
@@ -422,6 +423,8 @@ class DurationRangeSums:
     sections: dict[str, int] = field(default_factory=dict)
     gaps: dict[str, int] = field(default_factory=dict)
     """Time between the phases, see host_gaps.py."""
+    lines: dict[str, int] = field(default_factory=dict)
+    """Number of stack samples in each part and line, see stack_samples.find_parts()."""
 
     def merge(self, other: DurationRangeSums) -> None:
         self.steps += other.steps
@@ -430,6 +433,7 @@ class DurationRangeSums:
             (self.modules, other.modules),
             (self.sections, other.sections),
             (self.gaps, other.gaps),
+            (self.lines, other.lines),
         ):
             for name, sum_ns in theirs.items():
                 mine[name] = mine.get(name, 0) + sum_ns
@@ -491,9 +495,17 @@ class RankStatistics:
     operators: OperatorStatistics = field(default_factory=OperatorStatistics)
 
     def add_records(
-        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
+        self,
+        records: npt.NDArray[np.void],
+        steps: StepTable,
+        names: list[str],
+        lost: int,
+        samples: Sequence[StackSample] = (),
     ) -> None:
-        """Add the records of complete steps. steps: the result of assemble_steps()."""
+        """Add the records of complete steps. steps: the result of assemble_steps().
+
+        samples: samples of the stack, of which those in other steps are ignored.
+        """
         self.records += len(records)
         self.lost += lost
         if len(steps):
@@ -508,7 +520,7 @@ class RankStatistics:
         if not present.isdisjoint(_NAMED):
             self._add_named_sections(warm, names)
         self._add_other_threads(warm)
-        self._add_duration_ranges(records, kinds, steps, names)
+        self._add_duration_ranges(records, kinds, steps, names, samples)
         if Kind.SECTION in present:
             self._add_section_host_times(records, kinds, steps, names)
         if not present.isdisjoint(_OF_DEVICE):
@@ -610,6 +622,7 @@ class RankStatistics:
         kinds: npt.NDArray[np.uint8],
         steps: StepTable,
         names: list[str],
+        samples: Sequence[StackSample],
     ) -> None:
         """Add sums by step duration, and the calls of modules in usual steps."""
         if self.first_step is None or not len(steps):
@@ -637,6 +650,8 @@ class RankStatistics:
             of_step[gaps.at], gaps.key, gaps.duration_ns
         ):
             new[place].gaps[name_gap(key)] = sum_ns
+        for step, line in find_parts(samples, records, names, steps, gaps):
+            new[of_step[step]].merge(DurationRangeSums(lines={line: 1}))
         for length, sums in zip(found.tolist(), new, strict=True):
             self.by_length.setdefault(length, DurationRangeSums()).merge(sums)
         while len(self.by_length) > _MAX_LENGTHS:

@@ -17,7 +17,7 @@ from torchlens_perf.verdicts.words.report import CpuUse, LastArrivals, Rank
 
 def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None = None) -> Rank:
     """Return the row of a rank. last: how often it was last to arrive; None if not known."""
-    statistics = process.statistics
+    statistics, loader = process.statistics, process.facts.training.loader
     typical, device = build_typical_step(statistics), build_device_times(process)
     return {
         "rank": rank,
@@ -38,6 +38,12 @@ def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None =
         "work_s": summarize_sketch(statistics.work) if statistics.work.count else None,
         "typical": typical,
         "account": build_step_account(statistics),
+        "lines": {
+            line: samples
+            for line, samples in statistics.sums_of_typical_steps().lines.items()
+            # While workers load the data, the main process only waits for them.
+            if not (line.startswith("data") and loader is not None and loader.workers)
+        },
         "loader_period_s": process.facts.loader_period_ns / 1e9 or None,
         "phases": {} if typical is None else build_phases(statistics, typical),
         "other_threads": other_thread_times(statistics),

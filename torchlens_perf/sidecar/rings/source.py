@@ -20,6 +20,7 @@ from torchlens_perf.store.segments import RecordOrigin
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from torchlens_perf.analysis.statistics.stack_samples import StackSample
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.rings.waiting import RingProgress
     from torchlens_perf.verdicts.node_state import ProcessState
@@ -59,6 +60,7 @@ class RingSource:
     delayed_until: int = -1  # last step that a capture delayed
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
     head: int = -1  # number of records at the last poll; -1 before the first one
+    samples: list[StackSample] = dataclasses.field(default_factory=list)  # of steps not yet counted
     _moved: bool = False  # True if there were new records at the last poll
 
     def find_delayed_steps(self, steps: StepTable) -> npt.NDArray[np.int64]:

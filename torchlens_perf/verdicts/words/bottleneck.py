@@ -51,9 +51,15 @@ from torchlens_perf.verdicts.words.evidence import (
     GraphReplayEvidence,
     LargestGap,
     OtherThreadsEvidence,
+    SampledLines,
     UntimedDeviceEvidence,
 )
-from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code, find_largest_gap
+from torchlens_perf.verdicts.words.host_code import (
+    NEARLY,
+    divide_host_code,
+    find_largest_gap,
+    find_lines,
+)
 from torchlens_perf.verdicts.words.long_steps import build_long_verdict, find_stalling_rank
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.verdicts.words.phases import (
@@ -98,12 +104,14 @@ class StepEvidence(Evidence, frozen=True, kw_only=True):
     is_of_run = True
     gap: LargestGap | None = None
     """The place of most of the host code that is to be made shorter; None if not known."""
+    lines: SampledLines | None = None
+    """The lines of most of the time that is to be made shorter; None if not known."""
 
     def join(self, found: str, others: Sequence[NamedUse], step_s: float) -> list[str]:
         """Return the sentences on the limit, with the other uses of a step."""
         also = [f"{within_sentence(each.what)} {_format_use(each, step_s)}" for each in others]
-        place = "" if self.gap is None else self.gap.text
-        return [f"{'; '.join([found, *also])}.", place]
+        places = (each.text for each in (self.gap, self.lines) if each is not None)
+        return [f"{'; '.join([found, *also])}.", *places]
 
 
 class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_step"):
@@ -229,6 +237,8 @@ class TimeShare:
     """A more precise action; "" for the general one."""
     lack_s: float = 0.0
     """See NamedUse.lack_s."""
+    code: str = ""
+    """The part of the report's `lines` that has its lines; "" if they are not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,6 +469,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         worth = [*worth, computing]
     following = _choose_following(found, worth) if first is computing else first
     gap = _find_gap(report, following, step_s)
+    lines = find_lines(report["ranks"], following.code)
     cost_s = 0.0 if following is computing else following.seconds
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     notes = [
@@ -483,10 +494,10 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         cost_share=cost_s / step_s,
         confidence=0.9,
         advice=following.advice,
-        action=action_against(following, report, gap),
+        action=action_against(following, report, lines or gap),
         uses=_name_uses(first, *worth),
         notes=tuple(filter(None, notes)),
-        evidence=TypicalStepEvidence(typical_step_s=step_s, uses_s=uses_s, gap=gap),
+        evidence=TypicalStepEvidence(typical_step_s=step_s, uses_s=uses_s, gap=gap, lines=lines),
     )
 
 
@@ -762,9 +773,9 @@ _CHEAPER_LOADING = (
 )
 _LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "CPU contention", "cpu")
 _WAITS = (
-    TimeShare("data_bound", "data", 0.0, "Data loading", "data"),
+    TimeShare("data_bound", "data", 0.0, "Data loading", "data", code="data"),
     TimeShare("communication_bound", "communication", 0.0, "Comm wait", "communication"),
-    TimeShare("host_bound", "host", 0.0, "Host code", "host"),
+    TimeShare("host_bound", "host", 0.0, "Host code", "host", code="host"),
 )
 _FOR_RANKS = TimeShare(
     "communication_bound", "communication", 0.0, "Waiting for other ranks", "ranks"
@@ -778,8 +789,10 @@ def general_action(advice: str, report: Facts) -> str:
     return computing_action(report) if advice == "computing" else _ADVICE[advice]
 
 
-def action_against(use: TimeShare, report: Facts, gap: LargestGap | None = None) -> str:
-    return use.action or (gap.action if gap else general_action(use.advice, report))
+def action_against(
+    use: TimeShare, report: Facts, place: LargestGap | SampledLines | None = None
+) -> str:
+    return use.action or (place.action if place else general_action(use.advice, report))
 
 
 def _name_waiting_for_ranks(report: Facts, found: StepBreakdown) -> StepBreakdown:
@@ -817,6 +830,7 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
     named = dataclasses.replace(
         use,
         advice="",
+        code=f'section "{name}"',
         action=f'make section "{name}" cheaper: cache its results, or do it in fewer steps.',
     )
     if seconds <= _MOST * whole_s:
@@ -826,7 +840,7 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
             if its_s >= _SOME * whole_s
         ]
         what = f"{use.what}, with the section{'s' * (len(some) > 1)} {' and '.join(some[:2])},"
-        return [dataclasses.replace(named, what=what)]
+        return [dataclasses.replace(named, what=what, code=use.code)]
     if use.seconds < NEARLY * whole_s:
         # The section's time contains waits for a CPU, but `use` does not. It is not shown.
         return [dataclasses.replace(named, what=f'{use.what}, most of it in section "{name}",')]
@@ -835,7 +849,7 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
     rest_s = use.seconds - seconds
     if rest_s >= _WORTH_NAMING * step_s:
         what = "Other host code"
-        found.append(dataclasses.replace(use, seconds=rest_s, lack_s=0.0, what=what))
+        found.append(dataclasses.replace(use, seconds=rest_s, lack_s=0.0, what=what, code=""))
     return found
 
 
@@ -907,6 +921,9 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
             named.append(dataclasses.replace(found.computing, what="Computing"))
     notes.append(_describe_kinds_of_steps(report) if report["steps"]["by"] == DEVICE else "")
     gap = _find_gap(report, following, found.step_s)
+    # Without a gap, host code may be a wait for the device.
+    is_wait = following.code == "host" and gap is None
+    lines = None if is_wait else find_lines(report["ranks"], following.code)
     return Verdict(
         kind=first.kind,
         phase=first.phase,
@@ -914,7 +931,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         cost_share=cost_s / found.step_s,
         confidence=0.8,
         advice=following.advice,
-        action=action_against(following, report, gap),
+        action=action_against(following, report, lines or gap),
         uses=_name_uses(*named),
         notes=tuple(filter(None, notes)),
         evidence=DeviceStepEvidence(
@@ -922,6 +939,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
             step_s=found.step_s,
             device_parts_s={part: s for part, s in parts.items() if s},
             gap=gap,
+            lines=lines,
         ),
     )
 

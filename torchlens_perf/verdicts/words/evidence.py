@@ -107,6 +107,31 @@ class LargestGap(Struct, frozen=True):
         return f"look at what runs {self.place} ({usual}): wrap parts in perf.section()."
 
 
+class SampledLines(Struct, frozen=True):
+    """The lines of the user's code in which a rank spends most of a part of its typical steps."""
+
+    part: str
+    """A part in the report's `lines`, such as "host"."""
+    rank: int
+    samples: int
+    """Number of stack samples in the part."""
+    lines: dict[str, int]
+    """Number of samples in the line with the most, or in two lines."""
+
+    @property
+    def text(self) -> str:
+        what = {"host": "host code", "data": "data loading"}.get(self.part, self.part)
+        each = (
+            f"{n} of {self.samples} ({format_percent(n / self.samples)}) are at {line}"
+            for line, n in self.lines.items()
+        )
+        return f"Of the stack samples of rank {self.rank} in {what}, {' and '.join(each)}."
+
+    @property
+    def action(self) -> str:
+        return f"look at {next(iter(self.lines))}, where most of this time is spent."
+
+
 class GraphReplayEvidence(Evidence, frozen=True, tag="graph_replay"):
     """Evidence on steps that replay a CUDA graph. Times are seconds per step."""
 

@@ -1,15 +1,18 @@
-"""Places and the user's sections in the host code between the phases. Pure."""
+"""Places, lines and the user's sections in the host code between the phases. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from torchlens_perf.verdicts.words.evidence import LargestGap
-from torchlens_perf.verdicts.words.report import Section
+from torchlens_perf.verdicts.words.evidence import LargestGap, SampledLines
+from torchlens_perf.verdicts.words.report import Rank, Section
 
 NEARLY = 0.8
 """Two times are nearly equal if the smaller is at least this share of the larger."""
 _NO_PHASE = "start>end"
+# With fewer samples in a part of the step, no line is named, and at most this many are.
+_MIN_SAMPLES, _MAX_LINES = 5, 2
 
 
 def find_largest_gap(gaps_s: Mapping[str, float], least_s: float) -> LargestGap | None:
@@ -21,6 +24,29 @@ def find_largest_gap(gaps_s: Mapping[str, float], least_s: float) -> LargestGap 
     if at == _NO_PHASE or gaps_s[at] < least_s:
         return None
     return LargestGap(at, gaps_s[at], sum(gaps_s.values()))
+
+
+def find_lines(ranks: Sequence[Rank], part: str) -> SampledLines | None:
+    """Return the fewest lines with most stack samples of a part of the step, on the rank with most.
+
+    None with few samples, or if most of them are in many lines, or in lines that are not known.
+    """
+    by_rank = {
+        rank["rank"]: Counter(
+            {
+                key.removeprefix(f"{part} at "): samples
+                for key, samples in rank["lines"].items()
+                if key.startswith(f"{part} at ")
+            }
+        )
+        for rank in ranks
+    }
+    most, lines = max(by_rank.items(), key=lambda item: item[1].total(), default=(0, Counter()))
+    for count in range(1, _MAX_LINES + 1):
+        named = {line: number for line, number in lines.most_common(count) if line}
+        if lines.total() >= _MIN_SAMPLES and 2 * sum(named.values()) > lines.total():
+            return SampledLines(part, most, lines.total(), named)
+    return None
 
 
 def divide_host_code(sections: Sequence[Section], host_s: float) -> dict[str, float]:

@@ -286,6 +286,9 @@ class Rank(TypedDict):
     typical: TypicalStep | None
     account: StepAccount | None
     """None until there is a step after the warm-up."""
+    lines: dict[str, int]
+    """Number of stack samples in parts and lines of typical steps, such as "host at train.py:65 in
+    main". Other parts are "data", and sections in host code, such as \'section "log"\'."""
     loader_period_s: float | None
     """Time in which the workers of its DataLoader make a batch; None if not measured."""
     phases: dict[str, Phase]
