@@ -90,3 +90,36 @@ def test_earlier_facts_stay_if_later_ones_cannot_be_read(run: RunDirectory) -> N
     assert any("another version" in each for each in sidecar.state.notes)
     sidecar.close()
     rank.close()
+
+
+@pytest.mark.parametrize(
+    ("variables", "prefix", "port"),
+    [
+        ({}, "/home/me/.cache/torch/comm_lib_trace_rank_", 28028),
+        ({"XDG_CACHE_HOME": "/cache"}, "/cache/torch/comm_lib_trace_rank_", 28028),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/a_", "NCCL_RAS_ADDR": "[::1]:7"}, "/a_", 7),
+        (
+            {"TORCH_FR_DUMP_TEMP_FILE": "/b_", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/a_"},
+            "/b_",
+            28028,
+        ),
+        ({"TORCH_FR_DUMP_TEMP_FILE": "/b_", "NCCL_RAS_ENABLE": "0"}, "/b_", 0),
+        ({"TORCH_FR_DUMP_TEMP_FILE": "/b_", "NCCL_RAS_ADDR": "host"}, "/b_", 0),
+    ],
+)
+def test_rank_publishes_where_torch_and_nccl_record_hangs(
+    variables: dict[str, str], prefix: str, port: int, run: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """NCCL is used once a process group has tensors on a GPU."""
+    for name, value in {"HOME": "/home/me", **variables}.items():
+        monkeypatch.setenv(name, value)
+    rank, alone = Rank(run, 0, 2), Rank(run, 1, 1)
+    metadata = rank.session.metadata
+    assert (metadata.facts.dump_prefix, metadata.facts.nccl_ras_port) == (prefix, 0)
+    assert alone.session.facts.dump_prefix == ""
+    metadata.device_groups.add(("0", "cuda"))
+    metadata.publish()
+    assert metadata.facts.nccl_ras_port == port
+    rank.close()
+    alone.close()

@@ -30,6 +30,7 @@ from tests.support.simulations import table_of
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.nodes import messages
 from torchlens_perf.sidecar.nodes.membership import ControlMessage, ProcessGeneration
@@ -231,7 +232,7 @@ def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
         if rank == 0:
             view.begin(0, identity)
         view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.job.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
+        view.job.set_progress(identity, at[rank], progress.rank(rank, state="running"), RankFacts())
     return view
 
 

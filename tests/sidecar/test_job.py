@@ -22,7 +22,7 @@ from tests.support.ranks import identity_of, make_run
 from tests.support.simulations import table_of
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.rank_facts import ProcessGroup
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.sidecar import hang_watch
 from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.host.stacks import Stack
@@ -110,7 +110,11 @@ def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
         view, identity = nodes[rank // 2], _identity(run, rank)
         view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
         view.job.set_progress(
-            identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank]
+            identity,
+            at[rank],
+            progress.rank(rank, state="running"),
+            RankFacts(),
+            modules_ns=times_ns[rank],
         )
     nodes[1].update(1.0)
     nodes[0].update(1.0)
@@ -134,7 +138,7 @@ def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
             if second == 0:
                 view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
             now = progress.rank(rank, step=100 + 10 * second, state="running")
-            view.job.set_progress(identity, at[rank], now, {})
+            view.job.set_progress(identity, at[rank], now, RankFacts())
             view.job.add_metrics(
                 {rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second)
             )
@@ -166,7 +170,7 @@ def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
         view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.job.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
+        view.job.set_progress(identity, at[rank], progress.rank(rank, state="running"), RankFacts())
     nodes[1].update(1.0)
     return wire, nodes
 
@@ -214,7 +218,9 @@ def test_corrupt_window_of_one_node_does_not_affect_other_nodes(
         view, identity = nodes[rank // 2], _identity(run, rank, 6)
         view.job.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
         now = progress.rank(rank, state="running", since_step_s=0.1, since_mark_s=0.1)
-        view.job.set_progress(identity, at[rank], now, {}, modules_ns={"a": 1e6 + 1e6 * rank})
+        view.job.set_progress(
+            identity, at[rank], now, RankFacts(), modules_ns={"a": 1e6 + 1e6 * rank}
+        )
     nodes[1].update(1.0)
     nodes[2].update(1.0)
     at_first = wire.sent[0]
@@ -278,7 +284,7 @@ def test_stacks_of_a_hang_are_read_again_only_if_the_finding_changes(
         ranks = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
         for each in ranks:
             now = replace(each, since_step_s=since_s, since_mark_s=since_s - 0.1)
-            view.job.set_progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
+            view.job.set_progress(identity_of(run, each.rank, 3), at[each.rank], now, RankFacts())
         view.update(100 + since_s)
         assert view.job.hang is not None
         return view.job.hang
@@ -326,14 +332,14 @@ def test_lines_of_code_of_another_nodes_ranks_are_shown_until_they_go_on(
     reads = Stack(("load_batch (train.py:7)",), "", user_line="train.py:7 in load_batch")
     monkeypatch.setattr(hang_watch, "read_main_stack", lambda pid: reads)
     (wire, nodes), run, at = two_nodes(tmp_path), make_run(tmp_path), places(4, node_size=2)
-    groups: dict[str, ProcessGroup] = {"0": {"ranks": "0-3", "description": ""}}
+    facts = RankFacts(groups={"0": {"ranks": "0-3", "description": ""}})
 
     def round_at(now_s: float, **changed: Any) -> None:
         for number in range(4):
             now = progress.behind(3) if number == 3 else progress.rank(number)
             changes = {"since_step_s": now_s, "since_mark_s": now_s, **changed}
             nodes[number // 2].job.set_progress(
-                _identity(run, number), at[number], replace(now, **changes), groups
+                _identity(run, number), at[number], replace(now, **changes), facts
             )
         for view in (nodes[1], nodes[0]):
             view.update(100 + now_s)

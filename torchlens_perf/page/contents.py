@@ -142,7 +142,7 @@ class JoinedCollective(TypedDict):
     number: int
     """The sequence number in the group.
 
-    Group and number together are the id in PyTorch's flight recorder.
+    PyTorch's Flight Recorder counts from 1: its number is larger by one.
     """
     bytes: int | None
     asynchronous: bool

@@ -90,8 +90,11 @@ class RankMetadata:
             run_settings={} if simulated else _collect_run_settings(config),
             total_steps=config._total_steps,
             folder="" if simulated else encode_path(_find_program_folder()),
-            error_file="" if simulated else encode_path(_find_error_file()),
             thread_id=0 if simulated else threading.get_native_id(),
+            error_file=(
+                "" if simulated else _encode_absolute(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+            ),
+            dump_prefix="" if simulated or not identity.has_other_ranks else _find_dump_prefix(),
             interactive=hasattr(sys, "ps1") or bool(sys.flags.interactive),
             process_began_ns=_compute_process_start_ns(identity) if reports_start else 0,
             model=digest_module_names(()),
@@ -185,6 +188,8 @@ class RankMetadata:
         # Measure CPU contention of the start-up, which includes compilation in the first step.
         if recorder.step <= 1 and facts.process_began_ns:
             facts.start_cpu_wait_ns = main_thread_cpu_wait_ns(os.getpid())
+        if any(device == "cuda" for _, device in self.device_groups):
+            facts.nccl_ras_port = _find_ras_port()
         facts.threads = _count_torch_threads(has_computed=recorder.step > 0)
         facts.job_store = job_store_address(os.environ) if self._may_have_store else None
         with guard("asking torch how long it compiled"):
@@ -236,15 +241,29 @@ def _find_program_folder() -> str:
     return ""
 
 
-def _find_error_file() -> str:
-    """Return the path of the file in which torchrun's @record writes an exception; "" without one.
+def _encode_absolute(path: str) -> str:
+    """Return encode_path() of an absolute path; "" for "" or without a working directory.
 
-    The path may be relative to a working directory that the sidecar does not share.
+    A path may be relative to a working directory that the sidecar does not share.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     with suppress(OSError):
-        return os.path.abspath(path) if path else ""
+        return encode_path(os.path.abspath(path) if path else "")
     return ""
+
+
+def _find_dump_prefix() -> str:
+    """Return RankFacts.dump_prefix, as DebugInfoWriter::getWriter() of torch chooses it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/tmp')}/.cache"
+    chosen = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get(
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+    )
+    return _encode_absolute(chosen or f"{cache}/torch/comm_lib_trace_rank_")
+
+
+def _find_ras_port() -> int:
+    """Return the port of the RAS service that NCCL_RAS_ADDR chooses, or 0 if it is off."""
+    port = os.environ.get("NCCL_RAS_ADDR", "").rpartition(":")[2] or "28028"
+    return int(port) if port.isdecimal() and os.environ.get("NCCL_RAS_ENABLE") != "0" else 0
 
 
 def _count_torch_threads(*, has_computed: bool) -> int:

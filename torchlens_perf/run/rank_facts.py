@@ -134,6 +134,11 @@ class RankFacts:
     stack_file: str = ""
     """File into which the process writes its stack on a signal, see encode_path(); "" without
     one."""
+    dump_prefix: str = ""
+    """Path of the dumps of PyTorch's Flight Recorder without the rank, see encode_path(); "" if the
+    process has no other ranks."""
+    nccl_ras_port: int = 0
+    """Port of NCCL's RAS service; 0 without NCCL."""
     job_store: tuple[str, int] | None = None
     """Host and port of the job's TCPStore; None if they are not set."""
     interactive: bool = False

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.device_progress import RankProgress
+from torchlens_perf.analysis.collectives.flight_recorder import judge_dumps
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, find_hang
 from torchlens_perf.output import sidecar_logger as logger
+from torchlens_perf.run.processes import process_age_s
+from torchlens_perf.run.rank_facts import decode_path
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
+from torchlens_perf.sidecar.hang_witness import HangWitness
 from torchlens_perf.sidecar.host.stacks import Stack, read_main_stack, request_stack_by_signal
 from torchlens_perf.verdicts.words.hang import (
     HangEvidence,
@@ -19,9 +24,11 @@ from torchlens_perf.verdicts.words.hang import (
     build_hang_verdict,
     describe_hang,
 )
+from torchlens_perf.verdicts.words.hang_witness import describe_dumps, describe_ras
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.rank_facts import RankFacts
 
 MAX_STACKS = 3
 # Limits of reading stacks: ranks, and seconds for all of them.
@@ -37,6 +44,8 @@ class HangDetector:
         """The hang in progress, or None while the job makes steps."""
         self.user_lines: dict[int, str] = {}
         """For some ranks of this node, the line of the user's code, read together with the stacks."""
+        self._remote_lines: Mapping[int, str] = {}
+        self._witness: HangWitness | None = None
         self._key: object = None
         # Key of the newest finding, and the time at which it was first made.
         self._seen: tuple[object, float] = (None, 0.0)
@@ -49,7 +58,7 @@ class HangDetector:
         remote: Mapping[int, RankProgress],
         ages_s: Mapping[int, float],
         groups: Mapping[str, tuple[int, ...]],
-        processes: Mapping[int, tuple[Identity, str]],
+        processes: Mapping[int, tuple[Identity, RankFacts]],
         now_s: float,
         remote_lines: Mapping[int, str] | None = None,
     ) -> None:
@@ -58,10 +67,11 @@ class HangDetector:
         local, remote: the progress of this node's ranks and of other nodes' ranks.
         ages_s: ages of the remote reports.
         groups: ranks of each process group, by name.
-        processes: processes of this node's ranks, and the files to which they write their stacks.
+        processes: identities and facts of this node's ranks.
         now_s: a monotonic clock.
         remote_lines: lines of the user's code for some ranks of other nodes.
         """
+        self._remote_lines = remote_lines or {}
         ranks = dict(local)
         if not ranks and not remote:
             return
@@ -98,8 +108,7 @@ class HangDetector:
             self._reset()
         elif self.hang is not None and hang.key == self._key:
             # The known hang goes on: update its description, but keep its stacks.
-            lines = {**(remote_lines or {}), **self.user_lines}
-            self.hang = describe_hang(hang, self.hang.stacks, lines)
+            self.hang = self._describe(hang, ranks, self.hang.stacks, processes)
         elif (self.hang is None and not hang.moving) or self._is_confirmed(hang, ranks, now_s):
             self._key = hang.key
             stacks = _read_stacks(hang, processes)
@@ -110,8 +119,8 @@ class HangDetector:
                 rank: RankStack(tuple(stacks[rank].lines), stacks[rank].reason)
                 for rank in [rank for rank in hang.look_at if rank in stacks][:MAX_STACKS]
             }
-            lines = {**(remote_lines or {}), **self.user_lines}
-            self.hang = describe_hang(hang, reported, lines)
+            self._start_witness(hang, processes)
+            self.hang = self._describe(hang, ranks, reported, processes)
             logger.warning("%s", build_hang_verdict(self.hang).sentence)
 
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
@@ -129,22 +138,70 @@ class HangDetector:
         )  # fmt: skip
         return now_s - self._seen[1] > oldest_s
 
+    def _start_witness(
+        self, hang: Hang, processes: Mapping[int, tuple[Identity, RankFacts]]
+    ) -> None:
+        """Start to collect what PyTorch and NCCL have recorded, on the node of rank 0."""
+        if self._witness is None and 0 in processes:
+            identity, facts = processes[0]
+            now_s = time.time()
+            self._witness = HangWitness(
+                decode_path(facts.dump_prefix),
+                facts.nccl_ras_port,
+                identity.world_size,
+                now_s - process_age_s(identity.process_started),
+                now_s - hang.since_s,
+            )
+            self._witness.start()
+            # A restart of the job replaces this detector.
+            weakref.finalize(self, self._witness.close)
+
+    def _describe(
+        self,
+        hang: Hang,
+        ranks: Mapping[int, RankProgress],
+        stacks: Mapping[int, RankStack],
+        processes: Mapping[int, tuple[Identity, RankFacts]],
+    ) -> HangEvidence:
+        lines, sentences, answer = dict[int, str](), list[str](), ""
+        if self._witness is not None:
+            dumps, answer = self._witness.dumps, self._witness.ras
+            lines = {rank: dump.line for rank, dump in dumps.items() if dump.line}
+            pids = {identity.pid: rank for rank, (identity, _) in processes.items()}
+            world_size = processes[0][0].world_size
+            sentences = [
+                describe_dumps(hang, judge_dumps(ranks, dumps), dumps),
+                describe_ras(hang, answer, world_size, pids),
+            ]
+        return describe_hang(
+            hang,
+            stacks,
+            {**lines, **self._remote_lines, **self.user_lines},
+            tuple(filter(None, sentences)),
+            answer,
+        )
+
     def _reset(self) -> None:
         self.hang, self._key, self._seen, self.user_lines = None, None, (None, 0.0), {}
+        if self._witness is not None:
+            self._witness.close()
+            self._witness = None
 
 
-def _read_stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, Stack]:
+def _read_stacks(
+    hang: Hang, processes: Mapping[int, tuple[Identity, RankFacts]]
+) -> dict[int, Stack]:
     """Read the stacks of ranks of this node: those to look at, then others while there is time."""
     stacks: dict[int, Stack] = {}
     deadline_s = time.monotonic() + _MAX_READING_S
     others = (rank for ranks in hang.places.values() for rank in ranks)
     for rank in dict.fromkeys((*hang.look_at, *others)):
         if rank in processes and len(stacks) < _MAX_READ and time.monotonic() < deadline_s:
-            identity, stack_file = processes[rank]
+            identity, facts = processes[rank]
             stack = read_main_stack(identity.pid)
-            if not stack.lines and stack_file:
+            if not stack.lines and facts.stack_file:
                 stack = request_stack_by_signal(
-                    identity.pid, Path(stack_file), identity.process_started
+                    identity.pid, Path(decode_path(facts.stack_file)), identity.process_started
                 )
             stacks[rank] = stack
     return stacks

@@ -17,6 +17,7 @@ from torchlens_perf.analysis.statistics.modules import ModuleTimes
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
 from torchlens_perf.exporters.rank_times import RecentRankTimes
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangDetector
 from torchlens_perf.sidecar.nodes import summary
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.device_progress import RankProgress
     from torchlens_perf.analysis.statistics.step_bins import BinBatch
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.rank_facts import ProcessGroup
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.nodes.endpoints import Endpoints
     from torchlens_perf.sidecar.nodes.messages import ReceivedPost
@@ -62,7 +62,7 @@ class LocalRank:
     """Rows to send to node 0, in pieces that fit into a summary."""
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    stack_file: str = ""
+    facts: RankFacts = dataclasses.field(default_factory=RankFacts)
     ended: bool = False
     end_sent: bool = False
 
@@ -166,21 +166,21 @@ class JobGeneration:
         identity: Identity,
         place: Placement,
         progress: RankProgress,
-        groups: Mapping[str, ProcessGroup],
-        stack_file: str = "",
+        facts: RankFacts,
         modules_ns: Mapping[str, float] | None = None,
     ) -> None:
         """Set the progress of a rank.
 
-        stack_file: the file to which the rank writes its stack on a signal. modules_ns: the mean
-        own forward time per step of the rank's modules.
+        modules_ns: the mean own forward time per step of the rank's modules.
         """
         local = self._get_or_add_local_rank(identity, place)
         modules_ns = modules_ns or {}
         if local.progress is None or modules_ns != local.modules_ns:
             self.module_times.set_times_of_local_rank(identity.rank, modules_ns)
-        local.progress, local.stack_file, local.modules_ns = progress, stack_file, modules_ns
-        self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
+        local.progress, local.facts, local.modules_ns = progress, facts, modules_ns
+        self._groups.update(
+            {name: parse_ranges(group["ranks"]) for name, group in facts.groups.items()}
+        )
 
     def add_metrics(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:
         """Add the metrics of the last second, by rank. See verdicts/causes/metrics.py."""
@@ -320,6 +320,6 @@ class JobGeneration:
             name: all_ranks if len(members) == len(all_ranks) else members
             for name, members in self._groups.items()
         }
-        processes = {rank: (local.identity, local.stack_file) for rank, local in self.ranks.items()}
+        processes = {rank: (local.identity, local.facts) for rank, local in self.ranks.items()}
         remote = {rank: each.progress for rank, each in self._remote.items()}
         self._hangs.update_hang(ranks, remote, ages_s, groups, processes, now_s, self.remote_lines)

@@ -17,7 +17,6 @@ from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.exporters import Assessment, NodeRole
 from torchlens_perf.run import ring
-from torchlens_perf.run.rank_facts import decode_path
 from torchlens_perf.sidecar.alerts import AlertManager, SlowLinkMonitor
 from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.export_role import ExportRole
@@ -156,8 +155,7 @@ class JobMonitor:
                     state.identity,
                     state.placement,
                     progress,
-                    state.facts.groups,
-                    decode_path(state.facts.stack_file),
+                    state.facts,
                     modules_ns,
                 )
         with self._errors.contain(SIGNALS):

@@ -137,6 +137,11 @@ class Evidence(Struct, frozen=True, kw_only=True, tag_field="type"):
         return ()
 
     @property
+    def nccl_status(self) -> str:
+        """The answer of NCCL's RAS service while the job hung; "" without one."""
+        return ""
+
+    @property
     def stops_run(self) -> bool:
         """True if the run did not recover from it."""
         return False

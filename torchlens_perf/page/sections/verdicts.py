@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.page.contents import PageContents
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
-from torchlens_perf.verdicts.verdict import RankStack, Verdict
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.causes import describe_cause
 from torchlens_perf.view.headline import choose_headline
 from torchlens_perf.view.html import (
@@ -50,7 +48,7 @@ def _build_verdict_details(key: str, row: Verdict) -> list[Child]:
     return [
         tag("p", ", ".join(places), class_="note") if places else None,
         _build_diagnosis(key, row.rank, row.diagnosis),
-        *_build_stacks(row.evidence.stacks),
+        *_build_stacks(row.evidence),
     ]
 
 
@@ -83,11 +81,15 @@ def _build_diagnosis(key: str, rank: int | None, diagnosis: Diagnosis | None) ->
     )
 
 
-def _build_stacks(stacks: Mapping[int, RankStack]) -> list[Element]:
-    """Return one collapsed element per hanging rank, with the rank's Python stack."""
-    found = []
-    for rank, stack in list(stacks.items())[:_MAX_STACKS]:
-        lines = stack.lines or [f"none: {stack.reason}"]
-        text = tag("pre", [[each, tag("br")] for each in lines])
-        found.append(build_details(f"Python stack of rank {rank}, innermost first", text))
-    return found
+def _build_stacks(evidence: Evidence) -> list[Element]:
+    """Return collapsed elements with the Python stacks of hanging ranks, and with NCCL's status."""
+    texts = {
+        f"Python stack of rank {rank}, innermost first": stack.lines or [f"none: {stack.reason}"]
+        for rank, stack in list(evidence.stacks.items())[:_MAX_STACKS]
+    }
+    if evidence.nccl_status:
+        texts["Status of NCCL"] = evidence.nccl_status.splitlines()
+    return [
+        build_details(title, tag("pre", [[each, tag("br")] for each in lines]))
+        for title, lines in texts.items()
+    ]

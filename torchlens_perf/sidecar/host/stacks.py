@@ -224,7 +224,7 @@ def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float
     return Stack(
         found[:MAX_LINES],
         "" if found else "it did not answer SIGUSR2",
-        user_line=_find_user_line(frames),
+        user_line=find_user_line(frames),
     )
 
 
@@ -268,13 +268,13 @@ def _parse_main_stack(pid: int, answer: bytes) -> Stack:
         return Stack((), "the main thread runs no Python code")
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more"]
-    user_line = _find_user_line(
+    user_line = find_user_line(
         (str(frame["filename"]), frame["line"], frame["name"]) for frame in frames
     )
     return Stack(tuple(lines), "", innermost, user_line)
 
 
-def _find_user_line(frames: Iterable[tuple[str, object, object]]) -> str:
+def find_user_line(frames: Iterable[tuple[str, object, object]]) -> str:
     """Return the first line outside libraries. frames: file, line and function, innermost first."""
     for path, line, function in frames:
         if not (path.startswith(("<", _PACKAGE)) or _LIBRARY.search(path)):

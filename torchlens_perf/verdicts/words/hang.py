@@ -50,6 +50,10 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
     places: tuple[str, ...] = ()
     """Texts such as "ranks 0,2-7: allreduce 57 of group 0, train.py:57 in main", one for each group of
     ranks."""
+    witnesses: tuple[str, ...] = ()
+    """Sentences on what PyTorch's Flight Recorder and NCCL's RAS service have recorded."""
+    nccl_status: str = ""
+    """The answer of NCCL's RAS service; "" without one."""
 
     def describe(self, verdict: Verdict) -> list[str]:
         where = _capitalize("; ".join(self.places))
@@ -57,13 +61,17 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
 
     def explain(self, verdict: Verdict) -> list[str]:
         if verdict.kind == "hang":
-            return [f"{self.opening}.", self.finding]
+            return [f"{self.opening}.", self.finding, *self.witnesses]
         lasted = f" for {format_duration(self.since_s)}" if self.since_s else ""
         then = {True: ", and went on", False: ", and ended in it", None: ""}[self.went_on]
         share = verdict.cost_share or 0.0
         is_costly = self.went_on and share >= WORTH_A_LINE
         cost = f": {format_percent(share)} of all step time" if is_costly else ""
-        return [f"The job hung in step {self.step}{lasted}{then}{cost}.", self.finding]
+        return [
+            f"The job hung in step {self.step}{lasted}{then}{cost}.",
+            self.finding,
+            *self.witnesses,
+        ]
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
         return self.since_s
@@ -107,11 +115,16 @@ def build_ended_hang_verdict(
 
 
 def describe_hang(
-    hang: Hang, stacks: Mapping[int, RankStack], user_lines: Mapping[int, str]
+    hang: Hang,
+    stacks: Mapping[int, RankStack],
+    user_lines: Mapping[int, str],
+    witnesses: tuple[str, ...] = (),
+    nccl_status: str = "",
 ) -> HangEvidence:
     """Return the hang with its sentences. Values that only the sentences contain are left out.
 
     user_lines: for some ranks, the line of the user's code, such as "train.py:65".
+    witnesses, nccl_status: see HangEvidence.
     """
     usual = (
         f"usually {format_duration(hang.usual_s)}"
@@ -122,11 +135,11 @@ def describe_hang(
     if hang.moving:
         there = sorted({rank for ranks in hang.places.values() for rank in ranks})
         opening += (
-            f" on {_format_ranks(there)}, while"
+            f" on {format_ranks(there)}, while"
             f" {_format_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
         )
     if hang.operations and hang.collective:
-        finding = _describe_different_calls(hang, hang.collective)
+        finding = describe_different_calls(hang, hang.collective)
     else:
         finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
     return HangEvidence(
@@ -139,6 +152,8 @@ def describe_hang(
         " ".join([finding, *_additional_sentences(hang)]),
         _next_action(hang, user_lines),
         places=_list_places(hang, user_lines),
+        witnesses=witnesses,
+        nccl_status=nccl_status,
         ranks=tuple(each.progress.rank for each in hang.blocking),
         cause=hang.kind,
     )
@@ -185,7 +200,7 @@ def _describe_blocking_ranks(hang: Hang) -> str:
     found = waits + "; ".join(named) + "."
     missing = sum(blocking.missing == hang.collective for blocking in hang.blocking)
     if hang.kind == "missing" and hang.collective and 2 * len(hang.waiting) <= missing:
-        found += f" Or only {_format_ranks(hang.waiting)} should not have entered it."
+        found += f" Or only {format_ranks(hang.waiting)} should not have entered it."
     return _capitalize(found)
 
 
@@ -254,9 +269,9 @@ _SAME = {
 }
 
 
-def _describe_different_calls(hang: Hang, collective: Collective) -> str:
+def describe_different_calls(hang: Hang, collective: Collective) -> str:
     calls = [
-        f"{_format_ranks(ranks)} called {operation}"
+        f"{format_ranks(ranks)} called {operation}"
         for operation, ranks in sorted(hang.operations.items(), key=lambda item: item[1])
     ]
     number = f"{collective.sequence} of group {collective.group}"
@@ -308,16 +323,16 @@ def _describe_slow_devices(hang: Hang) -> str:
     live = sorted({rank for ranks in hang.places.values() for rank in ranks})
     others = [rank for rank in live if rank not in devices.ranks]
     entered = (
-        f"{_capitalize(_format_ranks(live))} have entered every collective that the others have"
+        f"{_capitalize(format_ranks(live))} have entered every collective that the others have"
     )
     if hang.collective:
         entered = (
-            f"{_capitalize(_format_ranks(live))} have entered {collective_name(hang.collective)}"
+            f"{_capitalize(format_ranks(live))} have entered {collective_name(hang.collective)}"
         )
     one = len(devices.ranks) == 1
     who = f"the {'device' if one else 'devices'} of {_name_ranks_with_hosts(hang.blocking)}"
     if devices.kind == "kernel":
-        begun = f"the operation's kernel has not begun, although it has on {_format_ranks(others)}"
+        begun = f"the operation's kernel has not begun, although it has on {format_ranks(others)}"
         return f"{entered}, but on {who} {begun}: an earlier kernel does not end there."
     here = devices.places[devices.ranks[0]]
     furthest = max(
@@ -326,7 +341,7 @@ def _describe_slow_devices(hang: Hang) -> str:
     verb = "is" if one else "are"
     return (
         f"{entered}, but {who} {verb} {_device_place_phrase(here)}, while the furthest device of"
-        f" {_format_ranks(others)} is {_device_place_phrase(furthest)}."
+        f" {format_ranks(others)} is {_device_place_phrase(furthest)}."
     )
 
 
@@ -353,7 +368,7 @@ def _describe_single_rank(hang: Hang) -> str:
 def _describe_blocked_threads(hang: Hang) -> str:
     devices = hang.devices
     assert devices is not None
-    stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_format_ranks(devices.asked)}"
+    stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {format_ranks(devices.asked)}"
     return (
         f"The training threads wait for their devices, in {devices.waits_in},"
         f" by the {stacks}. It is not known what the devices execute: the threads last checked them"
@@ -376,9 +391,9 @@ _FINDINGS: dict[str, Callable[[Hang], str]] = {
 
 def _additional_sentences(hang: Hang) -> Iterator[str]:
     if hang.asleep:
-        yield f"Asleep in the kernel (process state D: storage or a driver): {_format_ranks(hang.asleep)}."
+        yield f"Asleep in the kernel (process state D: storage or a driver): {format_ranks(hang.asleep)}."
     if hang.unheard:
-        yield f"No reports from {_format_ranks(hang.unheard)}."
+        yield f"No reports from {format_ranks(hang.unheard)}."
     if hang.ended and hang.kind in ("alone", "blocked", "pause", "apart", "together"):
         yield f"{_format_count(len(hang.ended), 'rank has', 'ranks have')} ended."
 
@@ -430,7 +445,7 @@ def _list_places(hang: Hang, user_lines: Mapping[int, str]) -> tuple[str, ...]:
             found.setdefault(place, []).append(rank)
     blocking = {each.progress.rank for each in hang.blocking}
     order = sorted(found, key=lambda place: (blocking.isdisjoint(found[place]), len(found[place])))
-    texts = [f"{_format_ranks(found[place])}: {place}" for place in order[:_MAX_PLACES]]
+    texts = [f"{format_ranks(found[place])}: {place}" for place in order[:_MAX_PLACES]]
     rest = len(order) - len(texts)
     return (*texts, *[_format_count(rest, "more place", "more places")] * (rest > 0))
 
@@ -482,51 +497,65 @@ def _action_on_blocking_rank(blocking: BlockingRank, user_lines: Mapping[int, st
         f"{f'find out what {line} waits for on' if line else 'look at the Python stack of'} {who}."
     )
     what_stopped = "find out what stopped it: a debugger, a scheduler that suspends jobs, Ctrl-Z."
-    if blocking.problem in ("busy", "stuck") and each.evaluates and not _is_saving(each):
-        return (
+    problem, is_stuck = blocking.problem, blocking.problem == "stuck"
+    rules = (
+        (
+            problem in ("busy", "stuck") and each.evaluates and not _is_saving(each),
             f"let all ranks evaluate a part of the data, or let the others wait for {who} in a"
-            " barrier of a process group with a longer timeout."
-        )
-    if each.state == "uninterruptible" and blocking.problem not in ("busy", "device"):
-        return f"look at dmesg on {each.host}, and at the storage that {who} reads or writes."
-    if blocking.problem == "stuck" and each.waits_in:
-        return (
+            " barrier of a process group with a longer timeout.",
+        ),
+        (
+            each.state == "uninterruptible" and problem not in ("busy", "device"),
+            f"look at dmesg on {each.host}, and at the storage that {who} reads or writes.",
+        ),
+        (
+            is_stuck and each.waits_in,
             f"see which kernel runs on the device of {who} (cuda-gdb: info cuda kernels): a kernel"
-            " that does not end, or a collective's kernel that waits for another rank's device."
-        )
-    if blocking.problem == "stuck" and each.inside[-1:] == (WAIT,):
-        return (
+            " that does not end, or a collective's kernel that waits for another rank's device.",
+        ),
+        (
+            is_stuck and each.inside[-1:] == (WAIT,),
             f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's"
-            " log."
-        )
-    if blocking.problem == "stuck" and _is_saving(each):
-        return (
+            " log.",
+        ),
+        (
+            is_stuck and _is_saving(each),
             f"look at the storage to which {who} saves, and at its Python stack. If the save only"
             " takes long, let the other ranks wait for it in a barrier, or raise the timeout of the"
-            " process group."
-        )
-    if blocking.problem == "stuck" and each.inside[-1:] == ("data",):
-        return f"look at the loader of {who}: its workers, its storage, and its Python stack."
-    return {
-        "device": (
+            " process group.",
+        ),
+        (
+            is_stuck and each.inside[-1:] == ("data",),
+            f"look at the loader of {who}: its workers, its storage, and its Python stack.",
+        ),
+        (
+            problem == "device",
             f"look for the kernel that does not end on {who}: dmesg (Xid), nvidia-smi, cuda-gdb,"
-            " and the work that only this rank had in this step."
+            " and the work that only this rank had in this step.",
         ),
-        "stopped": f"send SIGCONT to {who}, and {what_stopped}",
-        "traced": f"detach the debugger from {who}, and {what_stopped}",
-        "busy": (
-            f"if the others need not wait for this work of {who}, move it out of the training loop."
+        (problem == "stopped", f"send SIGCONT to {who}, and {what_stopped}"),
+        (problem == "traced", f"detach the debugger from {who}, and {what_stopped}"),
+        (
+            problem == "busy",
+            f"if the others need not wait for this work of {who}, move it out of the training loop.",
         ),
-        "dead": (
+        (
+            problem == "dead",
             f"read the end of the log of {who}, and dmesg for the out-of-memory killer; then"
-            " restart the job."
+            " restart the job.",
         ),
-        "silent": f"see whether {each.host} can be reached: the machine or its network has failed.",
-        "closed": (
+        (
+            problem == "silent",
+            f"see whether {each.host} can be reached: the machine or its network has failed.",
+        ),
+        (
+            problem == "closed",
             "give all ranks the same number of steps: drop_last=True, a DistributedSampler, or "
-            "torch.distributed.algorithms.Join."
+            "torch.distributed.algorithms.Join.",
         ),
-    }.get(blocking.problem, look)
+        (True, look),
+    )
+    return next(text for applies, text in rules if applies)
 
 
 # -- names
@@ -543,7 +572,7 @@ def _name_ranks_with_hosts(blocking_ranks: Sequence[BlockingRank]) -> str:
     )
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     found = format_rank_list(ranks)
     return found if found.count(",") < _MAX_RANGES else f"{len(ranks)} ranks"
 
