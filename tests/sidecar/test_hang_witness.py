@@ -1,4 +1,4 @@
-"""What PyTorch's Flight Recorder and NCCL add to a hang.
+"""Dumps of PyTorch's Flight Recorder and the status of NCCL in the verdict on a hang.
 
 The dumps in flight_recorder/ are those of three ranks over gloo with torch 2.13. Ranks 0 and 1 wait in
 their fourth all_reduce, which rank 2 did not call. NCCL also records members and states, in the format

@@ -98,7 +98,10 @@ class CaptureRelay:
         if now_s - self._scanned_s >= LOOK_S:
             self._scanned_s = now_s
             requests, unreadable = captures.read_requests(self._run.captures)
-            self._note_unreadable(unreadable)
+            for why in unreadable:
+                note = f"a capture request is invalid: {why}"
+                if note not in self.notes and len(self.notes) < _MAX_NOTES:
+                    self.notes.append(note)
             for request in requests:
                 if time.time() - request.asked_unix_s < REQUEST_LASTS_S:
                     self._start_captures(request, ranks, now_s)
@@ -141,12 +144,6 @@ class CaptureRelay:
             ),
         )
 
-    def _note_unreadable(self, unreadable: list[str]) -> None:
-        for why in unreadable:
-            note = f"a capture request is invalid: {why}"
-            if note not in self.notes and len(self.notes) < _MAX_NOTES:
-                self.notes.append(note)
-
     def close(self) -> None:
         """Write the files of all pending captures, after all ranks have ended."""
         while self._pending:
@@ -164,13 +161,16 @@ class CaptureRelay:
             if captures.outcome_path(folder).exists():
                 continue
             capture = _PendingCapture(request, rank, live.ring, live.pid, folder, now_s)
-            refusal = captures.why_refused(self._run.captures, request)
+            busy = any(other.rank == rank for other in self._pending)
+            refusal = (
+                captures.why_refused(self._run.captures, request)
+                or "captures are switched off: capture='off'" * live.refuses
+                or "another capture of this rank is in progress" * busy
+            )
             if refusal:
-                self._finish_with_failure(capture, refusal)
-            elif live.refuses:
-                self._finish_with_failure(capture, "captures are switched off: capture='off'")
-            elif any(other.rank == rank for other in self._pending):
-                self._finish_with_failure(capture, "another capture of this rank is in progress")
+                folder.mkdir(parents=True, exist_ok=True)
+                for _ in self._write_files(capture, _build_failure(capture, refusal)):
+                    pass
             else:
                 logger.info("asking rank %d for capture %s", rank, request.id)
                 self._record_stack(capture, live.step, now_s)
@@ -243,11 +243,6 @@ class CaptureRelay:
         capture.dumps.append(
             f"== in step {step}\n{read_all_stacks(capture.pid, _DUMP_TIMEOUT_S)}\n"
         )
-
-    def _finish_with_failure(self, capture: _PendingCapture, why: str) -> None:
-        capture.folder.mkdir(parents=True, exist_ok=True)
-        for _ in self._write_files(capture, _build_failure(capture, why)):
-            pass
 
     def _write_files(self, capture: _PendingCapture, outcome: Outcome) -> Iterator[None]:
         """Compress the trace, one chunk per iteration. Then write the stacks and the outcome."""
