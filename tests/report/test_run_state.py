@@ -92,7 +92,7 @@ def test_rank_that_died_is_in_the_title_of_every_screen(
     assert words in notebook.build_cell(report, "/r")
     head = build_document(gather_contents(run)).partition("</header>")[0]
     # The page says when the run has ended.
-    assert words.partition(", ")[2] in re.sub(r"ended [0-9:]+", "ended", head)
+    assert words.partition(", ")[2] in re.sub(r"ended [0-9:]+ UTC", "ended", head)
     assert line.state == words.partition(", ")[2]
     assert (report["run"]["state"], report["run"]["died"]) == ("died" if died else "ended", died)
     assert row.state == report["run"]["state"]

@@ -57,7 +57,7 @@ def test_table_without_data_in_a_loaded_run_is_empty(
     assert "has no gpus yet" in caplog.text
     with pytest.raises(
         ConfigError,
-        match=r"^name='modules': must be 'steps', 'spans', 'gpus', 'links' or 'processes'",
+        match=r"^name='modules': must be 'steps', 'spans', 'gpus', 'links', 'processes' or 'events'",
     ):
         planted.table("modules")
 
