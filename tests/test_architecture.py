@@ -47,7 +47,7 @@ def test_top_level_files_are_entry_points_or_used_everywhere() -> None:
 def test_package_issues_no_collective() -> None:
     """The package also joins no group, and does not use the job's store or evaluate.
 
-    Only sidecar/flight_recorder.py unpickles, and nothing but containers.
+    Only sidecar/hang_witness/flight_recorder.py unpickles, and nothing but containers.
     """
     forbidden = {
         "all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list", "new_group",
@@ -67,7 +67,7 @@ def test_package_issues_no_collective() -> None:
         ("run.ring", "loads"),
         ("store.reader", "loads"),
         ("sidecar.host.stacks", "loads"),
-        ("sidecar.flight_recorder", "loads"),
+        ("sidecar.hang_witness.flight_recorder", "loads"),
         (
             "sidecar.nodes.job_store",
             "TCPStore",

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defin
 from tests.support import progress
 from tests.support.gloo import run_ranks
 from tests.support.servers import wait_for
-from torchlens_perf.analysis.collectives.flight_recorder import judge_dumps
-from torchlens_perf.sidecar.flight_recorder import find_dumps, read_dump
+from torchlens_perf.sidecar.hang_witness.flight_recorder import find_dumps, read_dump
+from torchlens_perf.sidecar.hang_witness.judge import judge_dumps
 
 pytestmark = pytest.mark.distributed
 

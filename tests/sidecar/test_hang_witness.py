@@ -26,16 +26,17 @@ from tests.support.findings import hang
 from tests.support.progress import behind, found, rank
 from tests.support.ranks import identity_of, make_run
 from tests.support.servers import wait_for
-from torchlens_perf.analysis.collectives.flight_recorder import RankDump, judge_dumps
 from torchlens_perf.analysis.collectives.hang import Hang
 from torchlens_perf.page.sections.verdicts import build_verdicts_section
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.rank_facts import RankFacts, encode_path
-from torchlens_perf.sidecar import flight_recorder, hang_watch
-from torchlens_perf.sidecar.flight_recorder import find_dumps, read_dump
-from torchlens_perf.sidecar.hang_witness import HangWitness
+from torchlens_perf.sidecar import hang_watch
+from torchlens_perf.sidecar.hang_witness import flight_recorder
+from torchlens_perf.sidecar.hang_witness.collect import HangWitness
+from torchlens_perf.sidecar.hang_witness.flight_recorder import find_dumps, read_dump
+from torchlens_perf.sidecar.hang_witness.judge import RankDump, judge_dumps
+from torchlens_perf.sidecar.hang_witness.words import describe_dumps
 from torchlens_perf.sidecar.host.stacks import Stack
-from torchlens_perf.verdicts.words.hang_witness import describe_dumps
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.markup import to_html
 from torchlens_perf.view.terminal import render_short
@@ -170,7 +171,7 @@ def test_only_new_dumps_of_this_user_are_read(
         (tmp_path / name).write_bytes((DUMPS / name).read_bytes())
     os.utime(tmp_path / "trace_1", (1, 1))
     os.chown(tmp_path / "trace_2", 1234, -1)
-    monkeypatch.setattr("torchlens_perf.sidecar.hang_witness._POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("torchlens_perf.sidecar.hang_witness.collect._POLL_INTERVAL_S", 0.01)
     witness = HangWitness(str(tmp_path / "trace_"), 0, 3, 0.0, time.time() - 60)
     witness.start()
     assert wait_for(lambda: 0 in witness.dumps, 10)
@@ -192,7 +193,7 @@ def test_hang_has_the_lines_of_dumps_and_the_answer_of_nccl(
     monkeypatch.setattr(hang_watch, "read_main_stack", lambda pid: Stack((), "none"))
     for name in ("trace_0", "trace_1", "trace_2"):
         (tmp_path / name).write_bytes((DUMPS / name).read_bytes())
-    monkeypatch.setattr("torchlens_perf.sidecar.hang_witness._START_MARGIN_S", 1e9)
+    monkeypatch.setattr("torchlens_perf.sidecar.hang_witness.collect._START_MARGIN_S", 1e9)
     watch, identity = hang_watch.HangDetector(6.0), identity_of(make_run(tmp_path), 0, 3)
     remote = {1: progress.rank(1), 2: progress.behind(2)}
     lines = {1: "train.py:7 in main"}

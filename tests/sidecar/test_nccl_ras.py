@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.progress import found, rank
-from torchlens_perf.sidecar import nccl_ras
-from torchlens_perf.verdicts.words.hang_witness import describe_ras
+from torchlens_perf.sidecar.hang_witness import nccl_ras
+from torchlens_perf.sidecar.hang_witness.words import describe_ras
 
 SUMMARY = """\
 NCCL version 2.30.7 compiled with CUDA 13.0

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.device_progress import RankProgress
-from torchlens_perf.analysis.collectives.flight_recorder import judge_dumps
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, find_hang
 from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run.processes import process_age_s
 from torchlens_perf.run.rank_facts import decode_path
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
-from torchlens_perf.sidecar.hang_witness import HangWitness
+from torchlens_perf.sidecar.hang_witness.collect import HangWitness
+from torchlens_perf.sidecar.hang_witness.judge import judge_dumps
+from torchlens_perf.sidecar.hang_witness.words import describe_dumps, describe_ras
 from torchlens_perf.sidecar.host.stacks import Stack, read_main_stack, request_stack_by_signal
 from torchlens_perf.verdicts.words.hang import (
     HangEvidence,
@@ -24,7 +25,6 @@ from torchlens_perf.verdicts.words.hang import (
     build_hang_verdict,
     describe_hang,
 )
-from torchlens_perf.verdicts.words.hang_witness import describe_dumps, describe_ras
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchlens_perf.analysis.collectives.flight_recorder import RankDump
-from torchlens_perf.sidecar.flight_recorder import find_dumps, read_dump
-from torchlens_perf.sidecar.nccl_ras import ask_ras
+from torchlens_perf.sidecar.hang_witness.flight_recorder import find_dumps, read_dump
+from torchlens_perf.sidecar.hang_witness.judge import RankDump
+from torchlens_perf.sidecar.hang_witness.nccl_ras import ask_ras
 
 _ROOT_UID = 0
 _POLL_INTERVAL_S = 5.0

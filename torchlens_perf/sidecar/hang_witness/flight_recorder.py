@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf.analysis.collectives.flight_recorder import RankDump, describe_call
 from torchlens_perf.errors import DAMAGED_DATA
 from torchlens_perf.run import ownership
 from torchlens_perf.run.rank_ranges import format_rank_list
+from torchlens_perf.sidecar.hang_witness.judge import RankDump, describe_call
 from torchlens_perf.sidecar.host.stacks import find_user_line
 
 _MAX_BYTES, _MAX_FILES = 1 << 26, 256
