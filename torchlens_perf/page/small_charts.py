@@ -89,7 +89,7 @@ def draw_step_chart(
         _svg_text(8, 15, f"{title}{range_words}{slow_words}", "t"),
         tag("path", class_="s", d="".join(shades)),
     ]
-    for seconds in _round_marks(top_s, 3):
+    for seconds in _round_marks(top_s, 4):
         y, (number, unit) = (
             _TOP + _PLOT_HEIGHT * (1 - seconds / top_s),
             format_duration(seconds).split(),
