@@ -33,7 +33,7 @@ pytestmark = [
     ),
 ]
 DEADLINE_MS = 30_000
-SIZE = {"width": 1280, "height": 1000}
+SIZE = {"width": 1280, "height": 1200}
 SETUP = """import torch
 import torchlens_perf as perf
 
