@@ -329,7 +329,8 @@ def test_lines_of_code_of_another_nodes_ranks_are_shown_until_they_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sidecar reads the stacks of its own ranks."""
-    reads = Stack(("load_batch (train.py:7)",), "", user_line="train.py:7 in load_batch")
+    reads = Stack(("load_batch (train.py:7)",), "", user_line=f"train.py:7 in {'ä' * 99}")
+    line = f"train.py:7 in {'ä' * 13}"
     monkeypatch.setattr(hang_watch, "read_main_stack", lambda pid: reads)
     (wire, nodes), run, at = two_nodes(tmp_path), make_run(tmp_path), places(4, node_size=2)
     facts = RankFacts(groups={"0": {"ranks": "0-3", "description": ""}})
@@ -350,10 +351,15 @@ def test_lines_of_code_of_another_nodes_ranks_are_shown_until_they_go_on(
     assert (
         nodes[0].job.hang.places[0].startswith("rank 3: inside forward GPT > blocks.3, train.py:7")
     )
-    assert nodes[0].job.remote_lines == dict.fromkeys((2, 3), "train.py:7 in load_batch")
+    assert nodes[0].job.remote_lines == dict.fromkeys((2, 3), line)
     for now_s in (16.0, 18.0):
         round_at(now_s, since_step_s=0.1, since_mark_s=0.1)
     assert nodes[0].job.remote_lines == {2: "", 3: ""}
+    for now_s in (30.0, 32.0):
+        round_at(now_s)
     wire.sent.append(ReceivedPost("node-1", 0.0, {2: b"\xf2no lines"}))
-    nodes[0].update(120.0)
-    assert nodes[0].job.remote_lines == {2: "", 3: ""}
+    nodes[0].update(133.0)
+    assert nodes[0].job.remote_lines == dict.fromkeys((2, 3), line)
+    # A restarted job has no ranks yet.
+    nodes[1].begin(1)
+    nodes[1].update(134.0)

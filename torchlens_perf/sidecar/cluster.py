@@ -329,8 +329,12 @@ class ClusterLink:
             if payloads:
                 self._exchange.post(payloads)
             more = any(job.ranks[rank].unsent for rank in payloads)
-        lines = {rank: line[:_MAX_LINE] for rank, line in list(job.user_lines.items())[:_MAX_LINES]}
-        if lines != self._sent_lines and self._exchange is not None and not self._is_node_0:
+        lines = {
+            rank: line.encode()[:_MAX_LINE].decode(errors="ignore")
+            for rank, line in list(job.user_lines.items())[:_MAX_LINES]
+        }
+        is_new = bool(job.ranks) and lines != self._sent_lines
+        if is_new and self._exchange is not None and not self._is_node_0:
             changed = dict.fromkeys(self._sent_lines, "") | lines
             data = _LINES_MARK + msgspec.msgpack.encode(changed)
             self._exchange.post({min(job.ranks): data})
