@@ -138,4 +138,8 @@ def test_answer_without_errors_is_shown_but_not_that_of_another_job() -> None:
         "NCCL's RAS service reports no missing process and equal numbers of operations."
     )
     assert describe_ras(found(), answer, 16, {}) == ""
+    # Cut off before the warnings, or without a communicator, it shows nothing.
+    assert describe_ras(found(), SUMMARY, 32, {}) == ""
+    empty = answer.replace("Group     Comms", "No communicator data collected!\n")
+    assert describe_ras(found(), empty, 32, {}) == ""
     assert describe_ras(found(), "", 32, {}) == ""

@@ -9,7 +9,7 @@ from torchlens_perf.analysis.collectives.hang import Hang
 from torchlens_perf.errors import printable
 from torchlens_perf.verdicts.words.hang import describe_different_calls, format_ranks
 
-_RECORDER = "PyTorch's Flight Recorder"
+_RECORDER, _RAS = "PyTorch's Flight Recorder", "NCCL's RAS service reports"
 _MAX_BLOCKS, _MAX_DETAILS = 3, 4
 # The total number of processes in the table "Job summary". NCCL prints another table if it differs
 # between nodes.
@@ -61,7 +61,8 @@ def describe_ras(hang: Hang, answer: str, world_size: int, ranks: Mapping[int, i
         elif line.strip("= ") and line != "Warnings":
             blocks.append([line.strip()])
     if not blocks:
-        return "NCCL's RAS service reports no missing process and equal numbers of operations."
+        is_whole = "Warnings\n" in problems and "No communicator data" not in answer
+        return f"{_RAS} no missing process and equal numbers of operations." if is_whole else ""
     texts = [
         f"{head}: {'; '.join(details[:_MAX_DETAILS])}{'; and more' * (len(details) > _MAX_DETAILS)}"
         for head, *details in blocks[:_MAX_BLOCKS]
@@ -72,4 +73,4 @@ def describe_ras(hang: Hang, answer: str, world_size: int, ranks: Mapping[int, i
     which = f" These processes are {format_ranks(sorted(theirs))}" if theirs else ""
     if which:
         which += ", unlike the finding." if named and theirs.isdisjoint(named) else "."
-    return printable(f"NCCL's RAS service reports {', '.join(texts)}.{which}")
+    return printable(f"{_RAS} {', '.join(texts)}.{which}")
