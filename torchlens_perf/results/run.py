@@ -50,7 +50,7 @@ class Run(ResultMethods):
 
     def table(
         self,
-        name: Literal["steps", "spans", "gpus", "links", "processes"],
+        name: Literal["steps", "spans", "gpus", "links", "processes", "events"],
         backend: Backend | None = None,
     ) -> Any:
         """Return a table of the run directory as a frame. backend: see step_table().

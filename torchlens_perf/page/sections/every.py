@@ -160,6 +160,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] 
         "Lost time",
         lambda of: _build_tables_section(of, "lost_time", "Lost time", "critical_path", "changes"),
     ),
+    (
+        "iterations",
+        "Iterations",
+        lambda of: _build_tables_section(of, "iterations", "Iterations", "iterations"),
+    ),
     ("modules", "Modules", build_modules_section),
     ("step", "One step", _build_one_step_section),
     (
