@@ -76,6 +76,15 @@ def test_steps_on_another_thread_than_the_watchs_are_recorded(
     assert (found[Kind.STEP], found[Kind.BACKWARD], found[Kind.OPTIMIZER]) == (STEPS, STEPS, STEPS)
     assert found[Kind.FORWARD] == STEPS - 1
     assert "on another thread than the one that entered watch()" in notes(recording)
+    assert recording.metadata["thread_id"] == 0
+
+
+def test_thread_of_the_watch_is_published_if_it_trains(tmp_path: Path) -> None:
+    trainer = Trainer()
+    with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+        trainer.steps()
+
+    assert recording.metadata["thread_id"] == threading.get_native_id()
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
