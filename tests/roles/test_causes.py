@@ -124,3 +124,10 @@ def test_verdict_has_numbers_a_sentence_and_an_action(kind: str) -> None:
     assert verdict.text.endswith("shorter.")
     assert "{" not in verdict.action
     assert SUBJECTS.get(kind, "") in verdict.text
+
+
+def test_generations_without_duration_are_no_slow_engine() -> None:
+    """Events of a clock that stands still have no time per token."""
+    found = find_causes(job_iterations(token_s=lambda engine: 0.0, queue_s=lambda *_: 0.0))
+
+    assert causes.SLOW_ENGINE not in large(found)

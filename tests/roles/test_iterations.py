@@ -77,3 +77,22 @@ def test_saving_is_that_of_all_samples() -> None:
 
 def test_events_without_a_batch_make_no_iteration() -> None:
     assert not build_iterations(each for each in job_events() if each.name != "batch_complete")
+
+
+def test_ids_may_be_those_of_an_earlier_iteration() -> None:
+    """A job that numbers the samples of each batch from 0 has the same iterations."""
+    events = [each._replace(id=each.id.partition("-")[2]) for each in job_events()]
+    found = build_iterations(shuffled(events))
+
+    assert [each.seconds for each in found] == pytest.approx([WHOLE_S] * 5)
+    assert [len(each.samples) for each in found] == [6] * 5
+    assert sum_parts(found) == pytest.approx(sum_parts(job_iterations()))
+
+
+def test_end_without_the_batch_of_its_begin_ends_it() -> None:
+    events = [
+        each._replace(batch="") if each.name in ("steps_end", "weights_publish_begin") else each
+        for each in job_events()
+    ]
+
+    assert sum_parts(build_iterations(events)) == pytest.approx(sum_parts(job_iterations()))

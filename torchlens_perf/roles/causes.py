@@ -103,7 +103,7 @@ def find_causes(
 def _set_share(cause: Cause, total_s: float) -> Cause:
     from msgspec.structs import replace
 
-    share = cause.seconds / total_s
+    share = cause.seconds / total_s if total_s else 0.0
     least = _MIN_STAGE_SHARE if cause.kind in (SLOW_TOOL, SLOW_REWARD, SLOW_WEIGHTS) else _MIN_SHARE
     return replace(cause, share=share, is_large=cause.is_large and share >= least)
 
@@ -185,7 +185,7 @@ def _most_above_others(values: Mapping[str, float]) -> tuple[str, float, float]:
     """Return the key of the largest value, its ratio to the others' median, and that median."""
     key = max(values, key=lambda each: values[each])
     usual = statistics.median(value for other, value in values.items() if other != key)
-    return key, max(1.0, values[key] / usual), usual
+    return key, max(1.0, values[key] / usual) if usual else 1.0, usual
 
 
 def _speed_up(engine: str, ratio: float) -> Callable[[Sample, Segment], float]:

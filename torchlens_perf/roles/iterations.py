@@ -6,6 +6,7 @@ Times are seconds of one clock.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -147,7 +148,7 @@ class Iteration:
 
 def build_iterations(events: Iterable[Event]) -> list[Iteration]:
     """Return the iterations of the trainer that collects the batches, in their order."""
-    ordered = sorted(events)
+    ordered = sorted(events, key=lambda each: each.time_s)
     complete = [each for each in ordered if each.name == "batch_complete"]
     if not complete:
         return []
@@ -193,31 +194,42 @@ def build_iterations(events: Iterable[Event]) -> list[Iteration]:
 
 def _pair_events(ordered: Sequence[Event]) -> Iterator[Interval]:
     """Yield an interval for each end event whose begin event is known."""
-    open_events: dict[tuple[str, str, str, str], Event] = {}
+    open_events: dict[tuple[str, str, str], Event] = {}
     for each in ordered:
         stage, _, edge = each.name.rpartition("_")
-        key = each.process, stage, each.id, each.batch
+        key = each.process, stage, each.id
         if edge == "begin":
             open_events[key] = each
         elif edge == "end" and (begin := open_events.pop(key, None)) is not None:
+            batch = each.batch or begin.batch
             yield Interval(
-                stage, each.process, each.id, each.batch, begin.time_s, each.time_s, each.tokens_out
+                stage, each.process, each.id, batch, begin.time_s, each.time_s, each.tokens_out
             )
 
 
 def _build_samples(
     ordered: Sequence[Event], intervals: Sequence[Interval]
 ) -> dict[str, list[Sample]]:
-    """Return the samples that were sent and generated, by batch."""
-    stages: dict[str, list[Interval]] = defaultdict(list)
+    """Return the samples that were sent and generated, by batch.
+
+    Later samples may have the ids of earlier ones: each stage belongs to the last sample before it.
+    """
+    sends: dict[str, list[Event]] = defaultdict(list)
+    for event in ordered:
+        if event.name == "sample_sent":
+            sends[event.id].append(event)
+    stages: dict[Event, list[Interval]] = defaultdict(list)
     for each in intervals:
-        if each.stage in STAGES:
-            stages[each.id].append(each)
+        earlier = (
+            bisect.bisect(sends[each.id], each.begin_s, key=lambda sent: sent.time_s)
+            if each.stage in STAGES
+            else 0
+        )
+        if earlier:
+            stages[sends[each.id][earlier - 1]].append(each)
     found: dict[str, list[Sample]] = defaultdict(list)
-    for sent in ordered:
-        if sent.name != "sample_sent" or sent.id not in stages:
-            continue
-        mine = sorted(stages.pop(sent.id), key=lambda one: one.begin_s)
+    for sent, of_sample in sorted(stages.items(), key=lambda each: each[0].time_s):
+        mine = sorted(of_sample, key=lambda one: one.begin_s)
         generated = [one for one in mine if one.stage == "generation"]
         tokens = [one.tokens for one in generated if one.tokens is not None]
         found[sent.batch].append(
