@@ -97,7 +97,7 @@ def test_slow_rank_costs_its_excess_over_the_slowest_other_rank() -> None:
         for step in range(2)
         for rank, seconds in own_s.items()
     ]
-    found = find_causes(job_iterations(steps_s=0.75), steps, all_steps=1.5)
+    found = find_causes(job_iterations(steps_s=0.75), steps, steps_per_iteration=3)
 
     assert (found[0].kind, found[0].subject, found[0].is_large) == (
         causes.SLOW_RANK,

@@ -72,8 +72,8 @@ def test_job_without_roles_has_no_iterations(tmp_path: Path) -> None:
     assert "iterations" not in as_json(report)
 
 
-WAITED_MS = 1e3 * WAIT_S * (ITERATIONS + 1) / 60
-"""The wait of a mean step, if 60 steps contain the wait of all iterations and the first one."""
+WAITED_MS = 1e3 * WAIT_S
+"""The wait of a step, if an iteration has one."""
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_verdict_on_steps_is_left_out_if_it_is_the_trainers_wait(
     report = build_report("run", [node(parts, ranks)])
     assert kind in [each.kind for each in report["verdicts"]]
     iterations = job_iterations(iterations=ITERATIONS)
-    replace_verdicts(report, iterations, find_causes(iterations), 0)
+    replace_verdicts(report, iterations, find_causes(iterations), 0, WAIT_S)
 
     assert (kind in [each.kind for each in report["verdicts"]]) == is_kept
     assert ("table of iterations" in str(report["quality"]["notes"])) != is_kept
@@ -112,6 +112,6 @@ def test_slow_rank_with_a_verdict_of_its_own_has_no_second_one() -> None:
     with_verdict = build_report("run", [judged(episode(1))])
     reports = [build_report("run", [node()]), with_verdict]
     for report in reports:
-        replace_verdicts(report, iterations, found, 0)
+        replace_verdicts(report, iterations, found, 0, WAIT_S)
 
     assert [len(slow_iterations(report)) for report in reports] == [1, 0]

@@ -77,12 +77,14 @@ class RankStep(NamedTuple):
 
 
 def find_causes(
-    iterations: Sequence[Iteration], steps: Sequence[RankStep] = (), all_steps: float = 1.0
+    iterations: Sequence[Iteration],
+    steps: Sequence[RankStep] = (),
+    steps_per_iteration: float = 1.0,
 ) -> list[Cause]:
     """Return the causes that cost something, the most expensive first.
 
-    steps: steps of all trainer ranks in these iterations. all_steps: the number of all steps of a
-    rank in the iterations, relative to the number of these steps.
+    steps: steps of all trainer ranks in these iterations, without the first one of each.
+    steps_per_iteration: number of all steps of a rank in an iteration.
     """
     if len(iterations) < MIN_ITERATIONS:
         return []
@@ -94,7 +96,7 @@ def find_causes(
         _find_stage(iterations, SLOW_REWARD, "reward"),
         _find_weights(iterations),
     ]
-    rank = _find_slow_rank(steps, all_steps)
+    rank = _find_slow_rank(steps, steps_per_iteration)
     found += [rank, _find_idle_engines(iterations, 0.0 if rank is None else rank.seconds)]
     causes = [_set_share(each, total_s) for each in found if each is not None and each.seconds > 0]
     return sorted(causes, key=lambda each: (not each.is_large, -each.seconds))
@@ -257,7 +259,7 @@ def _find_weights(iterations: Sequence[Iteration]) -> Cause | None:
     )
 
 
-def _find_slow_rank(steps: Sequence[RankStep], all_steps: float) -> Cause | None:
+def _find_slow_rank(steps: Sequence[RankStep], steps_per_iteration: float) -> Cause | None:
     """Return what other ranks wait for the rank with the longest steps; None for one rank."""
     by_step: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for each in steps:
@@ -273,7 +275,10 @@ def _find_slow_rank(steps: Sequence[RankStep], all_steps: float) -> Cause | None
     )
     return Cause(
         kind=SLOW_RANK,
-        seconds=sum(max(0.0, each) for each in excess) * all_steps,
+        # The first step of an iteration is as long as the others.
+        seconds=sum(max(0.0, each) for each in excess)
+        * steps_per_iteration
+        / max(1.0, steps_per_iteration - 1),
         share=0.0,
         is_large=ratio >= _SLOW,
         subject=slow,

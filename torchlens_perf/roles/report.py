@@ -31,8 +31,8 @@ def add_iterations(run: RunDirectory, report: Report) -> None:
     if not iterations:
         notes.append("the events of roles contain no second iteration: see batch_complete")
         return
-    steps, all_steps = read_trainer_steps(run, iterations, notes)
-    found = find_causes(iterations, steps, all_steps)
+    steps, per_iteration = read_trainer_steps(run, iterations, notes)
+    found = find_causes(iterations, steps, per_iteration)
     count, total_s = len(iterations), sum(each.seconds for each in iterations)
     roles = list(recorded.roles.values())
     cast(RoleReport, report)["iterations"] = Iterations(
@@ -47,21 +47,26 @@ def add_iterations(run: RunDirectory, report: Report) -> None:
     )
     pid = recorded.pids[iterations[0].trainer]
     lead = next((each["rank"] for each in report["ranks"] if each["pid"] == pid), None)
-    replace_verdicts(report, iterations, found, lead)
+    wait_s = sum(each.seconds - each.steps_s for each in iterations) / count / per_iteration
+    replace_verdicts(report, iterations, found, lead, wait_s)
 
 
 def replace_verdicts(
-    report: Report, iterations: Sequence[Iteration], causes: Sequence[Cause], lead: int | None
+    report: Report,
+    iterations: Sequence[Iteration],
+    causes: Sequence[Cause],
+    lead: int | None,
+    wait_s: float,
 ) -> None:
     """Add verdicts on large causes, and remove those on steps that only show the trainer's wait.
 
-    lead: rank of the trainer that waits for the samples; None if not known.
+    lead: rank of the trainer that waits for the samples; None if not known. wait_s: its wait for samples
+    and weights, per step.
     """
     count, total_s = len(iterations), sum(each.seconds for each in iterations)
     slow = {f"rank {each.rank}" for each in report["verdicts"] if each.kind == "straggler"}
-    waits = [
-        each for each in report["verdicts"] if _is_wait_of_trainer(each, report, iterations, lead)
-    ]
+    ranks = max(1, report["run"]["world_size"])
+    waits = [each for each in report["verdicts"] if _is_wait_of_trainer(each, ranks, lead, wait_s)]
     verdicts = [each for each in report["verdicts"] if each not in waits]
     verdicts += [
         build_verdict(each, count, total_s / count, report["steps"]["count"])
@@ -74,20 +79,15 @@ def replace_verdicts(
         report["quality"]["notes"].append(_WAITS)
 
 
-def _is_wait_of_trainer(
-    verdict: Verdict, report: Report, iterations: Sequence[Iteration], lead: int | None
-) -> bool:
+def _is_wait_of_trainer(verdict: Verdict, ranks: int, lead: int | None, wait_s: float) -> bool:
     """Return True for a verdict on steps whose cost is the trainer's wait for samples and weights."""
     if verdict.traits.name not in _OF_STEPS or verdict.rank not in (None, lead):
         return False
-    waited_s = sum(each.seconds - each.steps_s for each in iterations) / len(iterations)
-    per_step_s = waited_s * (len(iterations) + 1) / max(1, report["steps"]["made"])
     # Limits of the typical step are means over the ranks. One rank waits for samples, and the others
     # wait for this rank.
-    ranks = max(1, report["run"]["world_size"])
     waiting = {"communication_bound": ranks - 1, "host_bound": 1, "data_bound": 1}
-    per_step_s *= waiting.get(verdict.traits.name, ranks) / ranks
-    return abs((verdict.cost_s_per_step or 0.0) - per_step_s) <= _TOLERANCE * per_step_s
+    expected_s = wait_s * waiting.get(verdict.traits.name, ranks) / ranks
+    return abs((verdict.cost_s_per_step or 0.0) - expected_s) <= _TOLERANCE * expected_s
 
 
 def sum_parts(iterations: Sequence[Iteration]) -> dict[str, float]:

@@ -81,8 +81,8 @@ def _name_processes(labels: Mapping[str, str]) -> dict[str, str]:
 def read_trainer_steps(
     run: RunDirectory, iterations: Sequence[Iteration], notes: list[str]
 ) -> tuple[list[RankStep], float]:
-    """Return the steps of all ranks inside of the iterations' optimizer steps, and how many steps
-    there are for each of them.
+    """Return the steps of all ranks inside of the iterations' optimizer steps, and the number of all
+    steps of a rank in an iteration.
 
     The first step of an iteration contains the wait for its samples, so it is left out.
     """
@@ -93,15 +93,19 @@ def read_trainer_steps(
         for part in each.steps
     )
 
-    def add(file: ParquetFile) -> None:
+    def add(file: ParquetFile) -> float:
         table = file.read_table(_STEP_COLUMNS).to_pydict()
         columns = (table[name] for name in _STEP_COLUMNS)
         for rank, step, start_ns, duration_ns, own_ns in zip(*columns, strict=True):
             at = bisect.bisect(windows, (start_ns * _NS,)) - 1
             if at >= 0 and (start_ns + duration_ns) * _NS <= windows[at][1]:
                 found.append(RankStep(windows[at][2], f"rank {rank}", step, own_ns * _NS))
+        return max(table["start_ns"], default=0) * _NS
 
-    if windows:
-        list(ParquetFolder(run.steps, unreadable=make_error_collector(notes)).read_each(add))
+    folder = ParquetFolder(run.steps, unreadable=make_error_collector(notes))
+    folder.paths.reverse()
+    for last_s in folder.read_each(add) if windows else ():
+        if last_s < windows[0][0]:
+            break
     kept = len({(each.batch, each.step) for each in found})
-    return found, (kept + len({each.batch for each in found})) / max(1, kept)
+    return found, 1 + kept / max(1, len({each.batch for each in found}))
