@@ -34,7 +34,7 @@ from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.hardware_samples import GPUS, LINKS, QUANTITIES, HardwareSamples, Sample
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.run.rank_facts import SidecarSettings
+from torchlens_perf.run.rank_facts import RankFacts, SidecarSettings
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
 from torchlens_perf.sidecar.cluster import ClusterLink
@@ -102,9 +102,7 @@ class Source:
     state: ProcessState
     generation: int = 0
     read_to_end: bool = False
-
-    def incomplete_records(self) -> Any:
-        return np.zeros(0, record_dtype())
+    waiting: tuple[Any, ...] = ()
 
 
 class Sources:
@@ -176,7 +174,7 @@ class Node:
                 identity, place, table, None if self._is_off_the_exchange else _PLACES
             )
             self.job.set_progress(
-                identity, place, _progress(rank, identity.host, int(table.step[-1])), {}
+                identity, place, _progress(rank, identity.host, int(table.step[-1])), RankFacts()
             )
             names = ["", "layer"]
             self.job.traces.add_steps(source, self.sources, records, names, table, self.clock())  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.measure import Table
 from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.job_generation import JobGeneration
@@ -131,7 +132,7 @@ def measured() -> dict[str, Any]:
     cluster.add_generation(first, 0)
     job.meeting_points[0] = Endpoints(("127.0.0.1", 1))
     job.set_progress(
-        first, place, RankProgress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {}
+        first, place, RankProgress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), RankFacts()
     )
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):

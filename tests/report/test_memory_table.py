@@ -174,7 +174,7 @@ def test_rank_that_ran_out_of_memory_is_the_first_verdict(run: RunDirectory) -> 
         f"Rank 1 ({HOST}) ran out of device memory in step 40, in forward Net > blocks.3: 6.4 GB"
         in verdict.sentence
     )
-    assert "42.9 GB in 96 blocks, Net > Block > Mlp, train.py:12 forward" in verdict.sentence
+    assert "42.9 GB in 96 allocations, Net > Block > Mlp, train.py:12 forward" in verdict.sentence
     assert "Next: checkpoint the activations of Mlp" in verdict.sentence
     assert verdict.evidence.oom["file"] == "oom/rank00001-40.json"
     assert len(report["verdicts"]) > 1

@@ -371,16 +371,20 @@ def test_start_with_simulated_clocks_is_unknown_and_not_zero(run: RunDirectory) 
             1,
             False,
             (
-                "Only 1 step, which is warm-up (the first 3 of each rank): 11.0 ms, of which the"
+                "Only 1 step, and it is warm-up, as are the first 3 of each rank: 11.0 ms, of which the"
                 " backward pass 55%"
             ),
         ),
-        (1, True, "Only 1 step so far, which is warm-up (the first 3 of each rank): 11.0 ms"),
+        (
+            1,
+            True,
+            "Only 1 step so far, and it is warm-up, as are the first 3 of each rank: 11.0 ms",
+        ),
         (
             3,
             False,
             (
-                "Only 3 steps, all of them warm-up (the first 3 of each rank): up to 11.0 ms, of"
+                "Only 3 steps, and they are warm-up, as are the first 3 of each rank: up to 11.0 ms, of"
                 " which the backward pass 55%"
             ),
         ),

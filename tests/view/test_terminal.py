@@ -133,7 +133,7 @@ class TestPlantedJobs:
 
         assert "OK No slow rank in 120 steps. The smallest detectable slowdown is " in words(text)
         assert "cost" not in text
-        assert "next start with embedding, the largest by own time (" in words(text)
+        assert "next start with embedding, the largest module by own time (" in words(text)
         assert text.endswith(
             f"  full report torchlens-perf report {LONG} --all\n  web page    {LONG}/report.html\n"
         )
@@ -268,7 +268,7 @@ def test_cause_of_a_slow_rank_has_its_own_line() -> None:
         "\n  cause       none found (checked: garbage collection, memory pressure).\n"
         in reports["none"]
     )
-    assert "\n  cause       Python's garbage collector runs in it for 9" in reports["gc"]
+    assert "\n  cause       Python's garbage collector takes 9" in reports["gc"]
     assert "\n  next        call gc.freeze() after the model is built" in reports["gc"]
 
 

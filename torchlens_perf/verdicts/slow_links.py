@@ -73,7 +73,7 @@ def describe_slow_links(findings: LinkFindings) -> list[str]:
     text = (
         f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes"
         f" {format_duration(worst.transfer_ns / 1e9)}, but {format_duration(worst.peers_transfer_ns / 1e9)} on"
-        f" {worst.peers} links of the same kind"
+        f" {worst.peers} groups or links of the same kind"
     )
     if worst.busbw is not None and worst.peers_busbw is not None:
         text += f" ({format_bytes(worst.busbw, 'B/s')} against {format_bytes(worst.peers_busbw, 'B/s')} bus bandwidth)"

@@ -162,7 +162,9 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
                 part: self.device_parts_s[part] for part in COMPUTE if part in self.device_parts_s
             }
             step += f": {format_phases(_largest_first(phases))}"
-        return self.join(f"{takes} of a step on the {self.device} ({step})", others, self.step_s)
+        return self.join(
+            f"{takes} of a step by the {self.device}'s clock ({step})", others, self.step_s
+        )
 
 
 class SecondLimitEvidence(Evidence, frozen=True, kw_only=True, tag="second_limit"):
@@ -194,8 +196,8 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
 
     def describe(self, verdict: Verdict) -> list[str]:
         return [
-            f"CPU contention takes {format_percent(self.sampled)} of the time, according to"
-            " one-second samples.",
+            f"CPU contention takes {format_percent(self.sampled)} of the ranks' time, by samples of"
+            " one second.",
             "Its place in the step was not measured.",
         ]
 

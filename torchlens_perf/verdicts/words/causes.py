@@ -92,7 +92,7 @@ _SHORT_OF_MEMORY = (
 _GPU_CLOCK = "{gpu}'s SM clock is {sm_clock_mhz}, {lower} below the usual"
 _WORDS = {
     "gc": (
-        "Python's garbage collector runs in it for {gc_share} of the time{than_gc_share}",
+        "Python's garbage collector takes {gc_share} of its time{than_gc_share}",
         "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect()"
         " every so many steps on all ranks at once; look for what makes so many objects there.",
     ),

@@ -66,8 +66,8 @@ class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
         if self.is_hidden:
             busy = ""
             why = (
-                f"in at least {format_percent((self.idle_s or 0.0) / self.step_s)} of a step"
-                f" ({format_duration(self.step_s)}), the {self.device} for which the others wait is idle"
+                f"in at least {format_percent((self.idle_s or 0.0) / self.step_s)} of a step of"
+                f" {format_duration(self.step_s)}, the {self.device} for which the others wait is idle"
             )
         return [f"The host sets the pace: {why}.", busy, self.gap.text if self.gap else ""]
 

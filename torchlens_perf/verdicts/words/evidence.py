@@ -396,11 +396,11 @@ class WarmUpEvidence(Evidence, frozen=True, tag="warm_up"):
     """Share of each part in the time of these steps."""
 
     def describe(self, verdict: Verdict) -> list[str]:
-        which = "which is" if self.steps == 1 else "all of them"
+        which = "it is" if self.steps == 1 else "they are"
         duration = describe_warm_up(self.steps, self.longest_s, self.parts)
         return [
-            f"Only {format_count(self.steps, 'step')}{' so far' * self.is_live}, {which} warm-up (the"
-            f" first {WARM_UP_STEPS} of each rank){duration}."
+            f"Only {format_count(self.steps, 'step')}{' so far' * self.is_live}, and {which} warm-up, as are the"
+            f" first {WARM_UP_STEPS} of each rank{duration}."
         ]
 
 

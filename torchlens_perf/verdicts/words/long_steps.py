@@ -40,8 +40,9 @@ class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
 
     def describe(self, verdict: Verdict) -> list[str]:
         more, total = format_duration(self.long["more_s"]), format_duration(self.long["total_s"])
-        share = f"{total} in total, {format_percent(self.long['share'])} of all step time"
+        share = f"{format_percent(self.long['share'])} of all step time"
         several = len(self.long["steps"]) > 1
+        share = f"{total} in total, {share}" if several else share
         if verdict.rank is not None:
             each = " each time" * several
             who = f"{self._others} waited {more}{each} for rank {verdict.rank}"

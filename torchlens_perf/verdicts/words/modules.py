@@ -33,9 +33,7 @@ def computing_action(report: Facts) -> str:
     if rows[0]["name"] == PASSES:
         return f"make fewer of the {PASSES}, or use larger batches in them."
     name = module_label(rows[0]["name"])
-    most = (
-        f"the largest by own time ({format_duration(rows[0]['own_s_per_step'])} of forward a step)"
-    )
+    most = f"the largest module by own time ({format_duration(rows[0]['own_s_per_step'])} of forward a step)"
     if rows[0]["is_root"] and len(rows) > 1:
         return (
             f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in"

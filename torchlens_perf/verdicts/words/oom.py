@@ -137,8 +137,8 @@ def _device_bytes(oom: OutOfMemory) -> int:
 def _describe_largest_owner(rows: list[LiveMemoryRow]) -> str:
     if not rows:
         return ""
-    blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
-    return f" Most of it: {format_bytes(rows[0]['bytes'], 'B')} in {blocks}, {allocation_place(rows[0])}."
+    blocks = f"{rows[0]['blocks']} allocation{'s' if rows[0]['blocks'] > 1 else ''}"
+    return f" The largest part: {format_bytes(rows[0]['bytes'], 'B')} in {blocks}, {allocation_place(rows[0])}."
 
 
 def allocation_place(row: LiveMemoryRow) -> str:

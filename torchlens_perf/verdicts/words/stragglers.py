@@ -393,6 +393,7 @@ def _compare_times(slow: StragglerEvidence, phase: str | None, it: str) -> str:
     it: the phrase for the slow rank, such as "it" or "rank 3".
     """
     others = "the other rank" if slow.compared == 2 else "the other ranks"
+    others = "the median of the others" if slow.scope == "node" else others
     its = "its" if it == "it" else f"{it}'s"
     if phase == "cpu":
         more = format_duration(slow.excess_s)
