@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from torchlens_perf.analysis.statistics.operators import OperatorStatistics, OperatorSum
+from torchlens_perf.analysis.statistics.operators import OperatorStatistics
 from torchlens_perf.diagnosis.device_peaks import find_device_peak
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.operators import Pass, Work
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.verdicts.latest_attempt import latest_processes
@@ -313,9 +314,7 @@ def _module_rows(
         return []
     rank = min(work)
     operators, peak = processes[rank].statistics.operators, work[rank].peak
-    by_module: dict[str, list[OperatorSum]] = {}
-    for each in operators.iter_sums():
-        by_module.setdefault(each.module, []).append(each)
+    by_module = group_values((each.module, each) for each in operators.iter_sums())
     times = {each["name"]: each for each in modules}
     total = sum(each.flops for each in operators.iter_sums()) or 1
     rows: list[ModuleUtilization] = []

@@ -9,13 +9,13 @@ largest value, or for counters with the sum.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from opentelemetry.sdk.metrics.export import Gauge, Metric, NumberDataPoint, Sum
 
 from torchlens_perf.exporters import CoveredRanks, NodeRole, semantics
+from torchlens_perf.run.grouping import group_values
 
 SERIES_A_RANK = 20
 _PER_RANK_SHARE = 0.64
@@ -103,10 +103,10 @@ def _build_smaller_forms(metric: Metric) -> list[Sequence[Any]]:
     if not isinstance(metric.data, Gauge | Sum):
         return [metric.data.data_points]
     points = metric.data.data_points
-    by_attributes: dict[tuple[tuple[str, Any], ...], list[NumberDataPoint]] = defaultdict(list)
-    for each in points:
-        key = tuple(item for item in (each.attributes or {}).items() if item[0] not in _COMPONENT)
-        by_attributes[key].append(each)
+    by_attributes = group_values(
+        (tuple(item for item in (each.attributes or {}).items() if item[0] not in _COMPONENT), each)
+        for each in points
+    )
     how = "sum" if isinstance(metric.data, Sum) else "max"
     merged = [_merge_points(group, key, how) for key, group in by_attributes.items()]
     return [points, merged, [_merge_points(points, (), how)] if points else []]

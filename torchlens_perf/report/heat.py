@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES, RunWindows
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
@@ -38,9 +38,10 @@ def build_heat_map(
         [round(value, 4) if value == value else None for value in values]
         for values in excess.tolist()
     ]
-    slow = defaultdict(list)
-    for episode in sorted(findings.episodes, key=lambda episode: episode.since_step):
-        slow[episode.rank].append([episode.since_step, episode.until_step])
+    slow = group_values(
+        (episode.rank, [episode.since_step, episode.until_step])
+        for episode in sorted(findings.episodes, key=lambda episode: episode.since_step)
+    )
     return {
         "width": windows.width,
         "first_steps": windows.first_steps.tolist(),
@@ -48,7 +49,7 @@ def build_heat_map(
             [name for name, flag in TAG_NAMES.items() if found & flag] for found in windows.tags
         ],
         "ranks": [
-            {"rank": rank, "excess": row, "slow": slow[rank]}
+            {"rank": rank, "excess": row, "slow": slow.get(rank, [])}
             for rank, row in zip(windows.ranks, rounded, strict=True)
         ],
     }

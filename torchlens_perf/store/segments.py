@@ -11,7 +11,6 @@ process's last sequence number and clock anchor, which converts monotonic times 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import pyarrow as pa
 
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, kind_name, record_dtype
 from torchlens_perf.store.reader import (
@@ -231,9 +231,7 @@ def read_records(
     The arguments are those of iterate_records(). Memory is bounded by the result and by the largest
     row group that contains one of the steps.
     """
-    pieces: dict[str, list[ProcessRecords]] = defaultdict(list)
-    for key, piece in iterate_records(run, node_of, unreadable, kinds, steps):
-        pieces[key].append(piece)
+    pieces = group_values(iterate_records(run, node_of, unreadable, kinds, steps))
     return {key: _join_pieces(of_process) for key, of_process in pieces.items()}
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchlens_perf.run import ownership
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.store.file_names import build_file_path, list_node_files, parse_file_number
 
 FOOTER = b"torchlens_perf"
@@ -74,9 +75,7 @@ class TableWriter:
 
     def _remove_oldest_files(self, needed_bytes: int, cap_bytes: int) -> None:
         """Remove the oldest files, one number at a time, until new files fit the size limit."""
-        numbered: dict[int, list[Path]] = {}
-        for path in self._sizes:
-            numbered.setdefault(parse_file_number(path), []).append(path)
+        numbered = group_values((parse_file_number(path), path) for path in self._sizes)
         total = sum(self._sizes.values()) + needed_bytes
         for each in sorted(numbered):
             if total <= cap_bytes:

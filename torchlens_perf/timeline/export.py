@@ -26,6 +26,7 @@ from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.whole_steps import read_rank_records
 from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.hardware_samples import GPUS
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 from torchlens_perf.store.segments import find_kept_step_range
@@ -238,11 +239,12 @@ def _find_arrows(tracks: Iterable[Track]) -> dict[int, tuple[int, int]]:
 
     Of slices that begin together, Perfetto takes the longest one first, then by order in the file.
     """
-    begins: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for track in tracks:
-        for each in track.slices:
-            if each.flow is not None:
-                begins[each.flow].append((each.start_ns, -each.end_ns, track.rank))
+    begins = group_values(
+        (each.flow, (each.start_ns, -each.end_ns, track.rank))
+        for track in tracks
+        for each in track.slices
+        if each.flow is not None
+    )
     return {
         flow: (min(found)[2], max(found)[2]) for flow, found in begins.items() if len(found) > 1
     }

@@ -6,12 +6,12 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.top.text import BLOCKS, build_difference_column, draw_bar, select_rows
 from torchlens_perf.verdicts.kinds import BAD
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
@@ -118,10 +118,11 @@ def _excess_columns(
 def _excess_over_others(
     ranks: Sequence[int], compute: Sequence[Value], populations: Mapping[int, str]
 ) -> list[float | None]:
-    rows_of: dict[str | None, list[int]] = defaultdict(list)
-    for row, (rank, seconds) in enumerate(zip(ranks, compute, strict=True)):
-        if isinstance(seconds, float):
-            rows_of[populations.get(rank)].append(row)
+    rows_of = group_values(
+        (populations.get(rank), row)
+        for row, (rank, seconds) in enumerate(zip(ranks, compute, strict=True))
+        if isinstance(seconds, float)
+    )
     found: list[float | None] = [None] * len(ranks)
     for rows in rows_of.values():
         if len(rows) > 1:

@@ -21,7 +21,10 @@ from torchlens_perf.verdicts.causes.straggler_groups import find_imbalance
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
+from torchlens_perf.verdicts.stragglers.window_excess import (
+    compute_window_excess,
+    group_rows_by_population,
+)
 from torchlens_perf.verdicts.words.bottleneck import StepBreakdown, break_down_step
 
 WindowMask = npt.NDArray[np.bool_]
@@ -151,11 +154,8 @@ class JudgedWindows:
         now = self.findings.imbalance
         if now is None:
             return None
-        windows, rows = self.windows, dict[str, list[int]]()
-        for row, rank in enumerate(windows.ranks):
-            rows.setdefault(self.places[rank].population if rank in self.places else "", []).append(
-                row
-            )
+        windows = self.windows
+        rows = group_rows_by_population(windows.ranks, self.places)
         judged, held = np.zeros((2, len(windows)), bool)
         for column in range(len(windows)):
             if not all(

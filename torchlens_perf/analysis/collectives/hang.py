@@ -32,6 +32,7 @@ from torchlens_perf.analysis.collectives.device_progress import (
     compare_devices,
 )
 from torchlens_perf.analysis.collectives.semantics import SizeRule, semantics_of
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.ring import CAPTURING
 
 _Value = TypeVar("_Value", str, int)
@@ -301,9 +302,7 @@ def _find_different_calls(
 
 def _group_ranks(values: Mapping[int, _Value]) -> dict[_Value, tuple[int, ...]]:
     """Return the ranks with each value."""
-    found: dict[_Value, list[int]] = {}
-    for rank in sorted(values):
-        found.setdefault(values[rank], []).append(rank)
+    found = group_values((values[rank], rank) for rank in sorted(values))
     return {value: tuple(ranks) for value, ranks in found.items()}
 
 
@@ -513,20 +512,19 @@ class _HangAnalysis:
 
     def _last_collective(self) -> Collective | None:
         """Return the last collective of the group that most ranks use."""
-        users: dict[str, list[RankProgress]] = {}
-        for each in self.live.values():
-            for group, sequence in each.issued.items():
-                if sequence >= 0:
-                    users.setdefault(group, []).append(each)
+        users = group_values(
+            (group, each)
+            for each in self.live.values()
+            for group, sequence in each.issued.items()
+            if sequence >= 0
+        )
         if not users:
             return None
         group = max(users, key=lambda name: (len(users[name]), name))
         return _make_collective(group, users[group][0].issued[group], users[group])
 
     def _ranks_by_open_spans(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        places: dict[tuple[str, ...], list[int]] = {}
-        for each in self.live.values():
-            places.setdefault(_spans_without_wait(each), []).append(each.rank)
+        places = group_values((_spans_without_wait(each), each.rank) for each in self.live.values())
         return {place: tuple(ranks) for place, ranks in places.items()}
 
     def _make_blocking_rank(self, each: RankProgress, problem: str = "") -> BlockingRank:

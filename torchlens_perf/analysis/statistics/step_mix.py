@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.records import OWN_PARTS, PARTS, WITHOUT_GRADIENTS, StepTable
 from torchlens_perf.run.ring import Flag
 
@@ -215,10 +216,7 @@ class StepMix:
 
     def bins_by_flags(self) -> dict[int, list[Bin]]:
         """Return the bins for each combination of flags, in ascending order of duration."""
-        found: dict[int, list[Bin]] = {}
-        for key in sorted(self.bins):
-            found.setdefault(key >> 32, []).append(self.bins[key])
-        return found
+        return group_values((key >> 32, self.bins[key]) for key in sorted(self.bins))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.operators import Pass
 from torchlens_perf.run.records import PASSES
 from torchlens_perf.run.sketch import PER_OCTAVE, Sketch, merge_sketches
@@ -112,10 +113,8 @@ def _group_equal_modules(statistics: RankStatistics, calls: Mapping[str, float])
     for each in statistics.operators.iter_sums():
         if each.key.in_pass == Pass.FORWARD and each.module in flops:
             flops[each.module] += each.flops / calls[each.module]
-    groups: dict[tuple[str, float], list[str]] = {}
-    for name in calls:
-        groups.setdefault((name_pattern(name), round(flops[name])), []).append(name)
-    return list(groups.values())
+    alike = group_values(((name_pattern(name), round(flops[name])), name) for name in calls)
+    return list(alike.values())
 
 
 def name_pattern(name: str) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import (
@@ -73,9 +74,9 @@ def find_straggler_groups(
         for kind, name, ranks in group_slow(left.keys(), places)
     ]
     found += [StragglerGroup("rank", "", (rank,), episode) for rank, episode in left.items()]
-    slow_in: dict[str, set[int]] = defaultdict(set)
-    for episode in episodes:
-        slow_in[places.get(episode.rank, Placement()).population].add(episode.rank)
+    slow_in = group_values(
+        (places.get(episode.rank, Placement()).population, episode.rank) for episode in episodes
+    )
     for index, each in enumerate(found):
         place = places.get(each.lead.rank, Placement())
         same = set().union(

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, unpack_row
 from torchlens_perf.run.device.step_parts import StepPart
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Kind
@@ -140,10 +141,7 @@ class MergedWindows:
         """
         self.ranks = ranks
         merged = [unpack_row(record, []) for record in records[records["kind"] == Kind.MERGED]]
-        by_step: dict[int, list[MergedRow]] = {}
-        for row in merged:
-            if row.row >= 0:
-                by_step.setdefault(row.step, []).append(row)
+        by_step = group_values((row.step, row) for row in merged if row.row >= 0)
         for step, rows in by_step.items():
             first_step, self._last_step = self._last_step + 1, step
             window = _make_window(first_step, step, rows, ranks)

@@ -4,9 +4,10 @@ Pure."""
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
+
+from torchlens_perf.run.grouping import group_values
 
 # Possible names of the mesh dimension for pipeline stages. Ranks of different stages do different
 # work, and are not compared.
@@ -59,19 +60,18 @@ def group_slow(slow: Collection[int], places: Mapping[int, Placement]) -> Iterat
 
 
 def _ranks_by_node(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
-    by_host = defaultdict(list)
-    for rank, place in places.items():
-        by_host[place.host].append(rank)
+    by_host = group_values((place.host, rank) for rank, place in places.items())
     return [("node", host, ranks) for host, ranks in by_host.items()]
 
 
 def _ranks_by_mesh_position(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
     """Return the ranks at each mesh position, such as "ep 3". Pipeline stages are left out."""
-    by_position = defaultdict(list)
-    for rank, place in places.items():
-        for name, coordinate in place.coordinates.items():
-            if name not in STAGES:
-                by_position[name, coordinate].append(rank)
+    by_position = group_values(
+        (position, rank)
+        for rank, place in places.items()
+        for position in place.coordinates.items()
+        if position[0] not in STAGES
+    )
     return [
         ("position", f"{name} {coordinate}", ranks)
         for (name, coordinate), ranks in sorted(by_position.items())

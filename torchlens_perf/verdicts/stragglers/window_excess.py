@@ -6,13 +6,13 @@ The straggler detector (detector.py) keeps only the newest rows.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
@@ -24,10 +24,16 @@ def compute_window_excess(
 
     The excess is NaN in windows in which the rank cannot be compared with another rank.
     """
-    populations: dict[str, list[int]] = defaultdict(list)
-    for row, rank in enumerate(windows.ranks):
-        populations[places[rank].population if rank in places else ""].append(row)
     excess = np.full(windows.work_ns.shape, np.nan)
-    for rows in populations.values():
+    for rows in group_rows_by_population(windows.ranks, places).values():
         excess[rows] = relative_excess(windows.work_ns[rows])
     return excess
+
+
+def group_rows_by_population(
+    ranks: Sequence[int], places: Mapping[int, Placement]
+) -> dict[str, list[int]]:
+    """Return the rows of each population. ranks: rank of each row. "" is of ranks without a place."""
+    return group_values(
+        (places[rank].population if rank in places else "", row) for row, rank in enumerate(ranks)
+    )

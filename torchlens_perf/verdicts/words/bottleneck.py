@@ -28,6 +28,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
     find_lasting_period,
 )
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, mean_by_part
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.loader_period import COMMUNICATION, DATA, hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PASSES, WITHOUT_GRADIENTS
 from torchlens_perf.verdicts.long_steps import LongSteps, join_long_steps
@@ -403,10 +404,10 @@ def _join_classes_by_kind(classes: Sequence[LongSteps], last: int) -> list[LongS
     For example, evaluations of two lengths are joined. Classes of unknown kinds are not joined,
     because steps of different lengths may do different work. last: the newest step of the run.
     """
-    found: dict[object, list[LongSteps]] = {}
-    for each in classes:
-        key = (*each["kinds"], each["waited_for"]) if each["kinds"] else id(each)
-        found.setdefault(key, []).append(each)
+    found = group_values(
+        ((*each["kinds"], each["waited_for"]) if each["kinds"] else (id(each),), each)
+        for each in classes
+    )
     of_kinds: list[LongSteps] = [
         each[0] if len(each) == 1 else _join_classes(each, last) for each in found.values()
     ]

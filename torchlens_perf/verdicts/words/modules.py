@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.records import PASSES
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.report import Facts, Module
@@ -74,10 +75,11 @@ def find_largest_on_device(report: Facts) -> LargestModules | None:
 
     Return None if a module without enough samples may take more.
     """
-    groups: dict[str, list[Module]] = {}
-    for row in report["modules"]:
-        if row["device_own_s_per_step"] is not None:
-            groups.setdefault(row["device_equal"] or row["name"], []).append(row)
+    groups = group_values(
+        (row["device_equal"] or row["name"], row)
+        for row in report["modules"]
+        if row["device_own_s_per_step"] is not None
+    )
     found = [
         LargestModules(
             name if len(rows) > 1 else rows[0]["name"],
