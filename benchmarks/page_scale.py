@@ -171,12 +171,9 @@ def _process(
     groups: dict[str, ProcessGroup] = {
         "0": {"ranks": f"0-{topology.rank_count - 1}", "description": "default_pg"}
     }
-    for group_name, group in simulated_groups(topology, rank).items():
+    for group_name, (_, members, description) in simulated_groups(topology, rank).items():
         if group_name != "0":
-            groups[group_name] = {
-                "ranks": format_ranges(group.members),
-                "description": group.description,
-            }
+            groups[group_name] = {"ranks": format_ranges(members), "description": description}
     process = ProcessState(
         simulated_identity(run, topology, rank), Anchor(_BEGIN_NS, 1_790_000_000 * 10**9, 0), RankStatistics(),
         counted=len(records) - 1, ended="closed", judged_by=HOST,

@@ -149,9 +149,9 @@ def _is_asynchronous(error: Exception, innermost: TracebackType) -> bool:
     if raised_by_statement or not _is_known(innermost.tb_frame.f_globals.get("__name__")):
         return False
     # A class of the program may add arguments, such as a default message.
-    if not _is_known(type(error).__module__):
-        return True
-    return not error.args and type(error).__name__ not in _BARE_IN_C
+    return not _is_known(type(error).__module__) or (
+        not error.args and type(error).__name__ not in _BARE_IN_C
+    )
 
 
 def _is_known(module: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from torchlens_perf.analysis.statistics.quantities import format_count
@@ -35,7 +36,13 @@ def _run_serve(options: argparse.Namespace) -> int:
         with Progress("looking for runs", quiet=options.quiet) as progress:
             found = find_runs(folder, progress)
         if is_open:
-            servers.warn_remote_access(options.host)
+            print(
+                f"torchlens-perf: {options.host} can be reached from other machines, and traffic"
+                " is not encrypted: anyone who sees the address or a request on the network can"
+                " read all runs here and request captures. An SSH tunnel needs no --host:"
+                " ssh -L 8000:127.0.0.1:PORT",
+                file=sys.stderr,
+            )
         count = format_count(len(found), "run")
         print_note(options, f"{count} in {printable(folder)}; Ctrl-C ends the server")
         server = Server(folder, found, is_one=is_run(folder))

@@ -31,7 +31,9 @@ def _run_top(options: argparse.Namespace) -> int:
     from torchlens_perf.top.text import Terminal, detect_terminal
 
     terminal = detect_terminal()
-    if options.once or not _is_drawable_terminal():
+    moves_cursor = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+    is_shown = all(each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
+    if options.once or not (moves_cursor and is_shown):
         unicode = (sys.stdout.encoding or "").lower().startswith("utf") and not terminal.ascii_only
         color = terminal.color and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         return _run_plain_top(options.run, Terminal(not unicode, color), once=options.once)
@@ -106,14 +108,6 @@ def _lower_priority() -> None:
     """Lower this process's priority, because it may run on a node of the job."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-
-
-def _is_drawable_terminal() -> bool:
-    """Return True if the terminal supports cursor positioning."""
-    streams = (sys.stdin, sys.stdout, sys.stderr)
-    return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(
-        each.isatty() for each in streams
-    )
 
 
 COMMAND = Command(

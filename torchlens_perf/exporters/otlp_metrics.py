@@ -150,12 +150,12 @@ class NodeMetrics:
 
     def _limit_series(self, metrics: list[Metric]) -> list[Metric]:
         """Reduce metrics to this node's share of the job's series."""
-        room = compute_series_limits(self._world_size, self._part)
+        hardware_room, room = compute_series_limits(self._world_size, self._part)
         hardware = [each for each in metrics if each.name.startswith("hw.")]
         others = [each for each in metrics if not each.name.startswith("hw.")]
-        if room.others is not None:
-            others = limit_points(others, room.others, self._forms)
-        return [*others, *limit_points(hardware, room.hardware, self._forms)]
+        if room is not None:
+            others = limit_points(others, room, self._forms)
+        return [*others, *limit_points(hardware, hardware_room, self._forms)]
 
 
 class StepInstruments:

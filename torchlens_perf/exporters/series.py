@@ -305,9 +305,9 @@ class ArrayMeter:
         """Return all metrics that have data points."""
         unix_ns = self._clock_ns()
         with self.lock:
-            observed: dict[str, Points] = {}
-            for observe in self._observers:
-                observed.update(observe())
+            observed = {
+                name: points for observe in self._observers for name, points in observe().items()
+            }
             for each in self._instruments:
                 if isinstance(each, NumberInstrument) and each.is_observed:
                     each.replace(observed.get(each.definition.name, ()))

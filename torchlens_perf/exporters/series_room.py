@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from opentelemetry.sdk.metrics.export import Gauge, Metric, NumberDataPoint, Sum
 
@@ -33,28 +33,21 @@ _IMPORTANT = (
 _COMPONENT = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME)
 
 
-class SeriesLimits(NamedTuple):
-    """The largest numbers of series that a node may send."""
-
-    hardware: int
-    others: int | None
-    """Number of series that do not describe hardware; None if it needs no limit."""
-
-
 def max_ranks_with_own_series(max_series: int) -> int:
     """Return the largest world size with which every rank has series of its own."""
     return int(_PER_RANK_SHARE * max_series) // SERIES_A_RANK
 
 
-def compute_series_limits(world_size: int, part: NodeRole) -> SeriesLimits:
-    """Return the number of series that this node may send."""
+def compute_series_limits(world_size: int, part: NodeRole) -> tuple[int, int | None]:
+    """Return how many series this node may send that describe hardware, and how many others.
+
+    None: the others need no limit.
+    """
     if world_size <= max_ranks_with_own_series(part.max_series):
-        return SeriesLimits(int((part.max_series - world_size * SERIES_A_RANK) * part.share), None)
+        return int((part.max_series - world_size * SERIES_A_RANK) * part.share), None
     job = _LARGE_JOB_SHARE * part.max_series
     hardware = int((part.max_series - job) * part.share)
-    return SeriesLimits(
-        hardware, max(1, int(job * part.share)) if part.part is CoveredRanks.ALONE else None
-    )
+    return hardware, max(1, int(job * part.share)) if part.part is CoveredRanks.ALONE else None
 
 
 def limit_points(

@@ -53,9 +53,7 @@ class SamplingSchedule:
 
     def next_sampled_step(self, step: int) -> int:
         """Return the first sampled step after this one."""
-        if self.period <= 0:
-            return NEVER
-        return step + 1 + (self._every // 2 - step - 1) % self.period
+        return NEVER if self.period <= 0 else step + 1 + (self._every // 2 - step - 1) % self.period
 
     def start_recording(self, now: StepBoundary) -> None:
         self._ended = self.begun = now

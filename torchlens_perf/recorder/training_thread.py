@@ -91,9 +91,9 @@ class TrainingThread:
 
     def is_current(self) -> bool:
         """Return True on the recorded thread, and on autograd's threads during its backward pass."""
-        if threading.get_ident() == self._ident:
-            return True
-        return self._recorder.backwards > 0 and is_autograd_thread()
+        return threading.get_ident() == self._ident or (
+            self._recorder.backwards > 0 and is_autograd_thread()
+        )
 
     def note_work(self, work: Work) -> bool:
         """Note the work of the calling thread.
@@ -104,9 +104,7 @@ class TrainingThread:
             if work > self._most:
                 self._most = work
             return True
-        if is_autograd_thread():
-            return self._recorder.backwards > 0
-        return bool(self._take_over(work))
+        return self._recorder.backwards > 0 if is_autograd_thread() else bool(self._take_over(work))
 
     @property
     def trains_alone(self) -> bool:

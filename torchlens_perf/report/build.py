@@ -199,7 +199,11 @@ def _build_report(
             if judged_grid is None
             else JudgedWindows(judged_grid, findings, _rank_placements(processes), by_device)
         ),
-        records=_finding_records(nodes, facts["run"]),
+        records=max(
+            (node.records for node in nodes if node.records.attempt == facts["run"]["attempt"]),
+            key=lambda records: len(records.findings),  # The node that judges stragglers has most.
+            default=FindingRecords(),
+        ),
         step_time=functools.partial(_step_begin_time, processes, judged_windows),
         time=_format_utc,
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
@@ -216,12 +220,6 @@ def _build_report(
         nodes, find_losses(measure_slow_ranks(findings, run)), facts["gpus"]
     )
     return {**facts, "verdicts": rows, "trainings": []}
-
-
-def _finding_records(nodes: list[NodeState], run: Run) -> FindingRecords:
-    """Return the finding records of the reported attempt, from the node that judges stragglers."""
-    found = (node.records for node in nodes if node.records.attempt == run["attempt"])
-    return max(found, key=lambda records: len(records.findings), default=FindingRecords())
 
 
 def _step_begin_time(

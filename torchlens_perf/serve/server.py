@@ -121,13 +121,3 @@ def open_listening_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}, port {port}: {reason}. --port 0 selects a free port"
         ) from None
-
-
-def warn_remote_access(host: str) -> None:
-    """Warn that other machines can reach the server."""
-    print(
-        f"torchlens-perf: {host} can be reached from other machines, and traffic is not encrypted:"
-        " anyone who sees the address or a request on the network can read all runs here and"
-        " request captures. An SSH tunnel needs no --host: ssh -L 8000:127.0.0.1:PORT",
-        file=sys.stderr,
-    )

@@ -67,14 +67,6 @@ class LocalRank:
     end_sent: bool = False
 
 
-@dataclasses.dataclass
-class _RemoteRank:
-    """A rank of another node."""
-
-    progress: RankProgress
-    reported_s: float
-
-
 class JobGeneration:
     """All data and findings about one generation of the job's processes. Not thread-safe."""
 
@@ -109,7 +101,8 @@ class JobGeneration:
         self._metrics = MetricHistory()
         self._hangs = HangDetector(SILENT_S)
         self._groups: dict[str, tuple[int, ...]] = {}
-        self._remote: dict[int, _RemoteRank] = {}
+        self._remote: dict[int, tuple[RankProgress, float]] = {}
+        """Progress of ranks of other nodes, and when it was read."""
         self.remote_lines: dict[int, str] = {}
         """Lines of code in which ranks of other nodes hang, or "" if they do not."""
         self._judged: Findings | None = None
@@ -223,7 +216,7 @@ class JobGeneration:
         for progress, age_s in zip(
             summary.unpack_progress(values, hosts, ages_s), ages_s, strict=True
         ):
-            self._remote[progress.rank] = _RemoteRank(progress, now_s - age_s)
+            self._remote[progress.rank] = progress, now_s - age_s
         ranks = values["rank"].tolist()
         for index, rank in enumerate(ranks):
             if rank not in self.detector.ranks_with_rows:
@@ -314,12 +307,12 @@ class JobGeneration:
         ranks = {
             rank: local.progress for rank, local in self.ranks.items() if local.progress is not None
         }
-        ages_s = {rank: now_s - remote.reported_s for rank, remote in self._remote.items()}
+        ages_s = {rank: now_s - read_s for rank, (_, read_s) in self._remote.items()}
         all_ranks = tuple(range(self.world_size))
         groups = {
             name: all_ranks if len(members) == len(all_ranks) else members
             for name, members in self._groups.items()
         }
         processes = {rank: (local.identity, local.facts) for rank, local in self.ranks.items()}
-        remote = {rank: each.progress for rank, each in self._remote.items()}
+        remote = {rank: progress for rank, (progress, _) in self._remote.items()}
         self._hangs.update_hang(ranks, remote, ages_s, groups, processes, now_s, self.remote_lines)

@@ -21,7 +21,7 @@ from torchlens_perf.exporters import (
 from torchlens_perf.exporters.otlp_environment import SIGNALS
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity, digest_module_names
-from torchlens_perf.run.records import StepTrace, TracedStep
+from torchlens_perf.run.records import StepTrace
 from torchlens_perf.run.undelivered import Undelivered, WholeRun, join_undelivered
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.job_generation import JobGeneration
@@ -116,7 +116,9 @@ def replay(
                 attempt = process.identity.attempt
                 chosen = {each.step: each for each in traced if each.attempt == attempt}
                 if pending.signals:
-                    chosen, sent = _select_undelivered(pending, origin.key)
+                    left = [each for each in pending.steps if each.process == origin.key]
+                    chosen = {each.step: each.chosen for each in left if each.chosen}
+                    sent = {each.step for each in left}
                 elif traced:
                     sent = set(chosen)
                 else:
@@ -177,12 +179,6 @@ def _clear_undelivered(run: RunDirectory, signals: Collection[str], lost_steps: 
         state.notes += lost if lost_steps else []
         state.save(run)
     return lost if lost_steps else []
-
-
-def _select_undelivered(pending: Undelivered, key: str) -> tuple[dict[int, TracedStep], set[int]]:
-    """Return the choices and the numbers of a process's undelivered steps."""
-    steps = [each for each in pending.steps if each.process == key]
-    return {each.step: each.chosen for each in steps if each.chosen}, {each.step for each in steps}
 
 
 def _new_process_state(run: RunDirectory, origin: RecordOrigin, saved: NodeState) -> ProcessState:

@@ -17,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -163,9 +163,9 @@ class SimulatedRank:
         self._modules = [self._ring.intern(name) for name in modules]
         self._sequences: dict[str, int] = {}
         groups = simulated_groups(topology, rank)
-        self._group_of = {group.dimension: name for name, group in groups.items()}
-        for name, group in groups.items():
-            self._metadata.add_group(name, group.members, group.description)
+        self._group_of = {dimension: name for name, (dimension, _, _) in groups.items()}
+        for name, (_, members, description) in groups.items():
+            self._metadata.add_group(name, members, description)
         self._metadata.add_modules(
             dict.fromkeys(modules, False),
             device="cpu" if device is None else "cuda",
@@ -372,19 +372,13 @@ def simulated_identity(run: RunDirectory, topology: Topology, rank: int) -> Iden
     )  # fmt: skip
 
 
-class _SimulatedGroup(NamedTuple):
-    dimension: str
-    members: list[int]
-    description: str
-
-
-def simulated_groups(topology: Topology, rank: int) -> dict[str, _SimulatedGroup]:
-    """Return the rank's process groups by name: one of all ranks, and one for each mesh dimension
-    with several ranks."""
-    groups = {_WORLD: _SimulatedGroup("world", list(range(topology.rank_count)), "default_pg")}
+def simulated_groups(topology: Topology, rank: int) -> dict[str, tuple[str, list[int], str]]:
+    """Return dimension, members and description of the rank's process groups by name: one of all
+    ranks, and one for each mesh dimension with several ranks."""
+    groups = {_WORLD: ("world", list(range(topology.rank_count)), "default_pg")}
     for dimension in ("tp", "dp", "pp"):
         members = topology.group_ranks(dimension, rank)
         if len(members) > 1:
             name = f"{dimension}-{members[0]}"
-            groups[name] = _SimulatedGroup(dimension, list(members), f"mesh_{dimension}")
+            groups[name] = dimension, list(members), f"mesh_{dimension}"
     return groups

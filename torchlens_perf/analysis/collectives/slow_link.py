@@ -25,6 +25,7 @@ from torchlens_perf.analysis.collectives.semantics import (
 )
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics
 from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.run.sketch import Sketch
 
@@ -208,11 +209,8 @@ def _quantile_ns(sketch: Sketch, q: float) -> float:
 
 def merge_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
     """Concatenate the rows of several nodes, and merge rows with the same key."""
-    found: dict[LinkKey, LinkStatistics] = {}
-    for each in itertools.chain.from_iterable(nodes):
-        known = found.get(each.key)
-        found[each.key] = each if known is None else known.merged_with(each)
-    return list(found.values())
+    alike = group_values((each.key, each) for each in itertools.chain.from_iterable(nodes))
+    return [functools.reduce(LinkStatistics.merged_with, rows) for rows in alike.values()]
 
 
 def find_slow_links(

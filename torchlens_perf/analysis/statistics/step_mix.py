@@ -434,9 +434,7 @@ def _may_explain(
         each.count for each in bins
     )
     # The state was not saved with torch.save(), so its time was not measured.
-    if kind == "saving" and not measured_ns:
-        return True
-    return measured_ns >= least * more_ns
+    return (kind == "saving" and not measured_ns) or measured_ns >= least * more_ns
 
 
 def _find_explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:

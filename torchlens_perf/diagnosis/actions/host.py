@@ -12,9 +12,8 @@ def do_not_synchronize(job: Job) -> Proposal | None:
     """The host is ahead of a GPU in at least half of the passes, but the GPU has no work between the
     phases, as after .item() in each step."""
     caught_up = job.caught_up
-    if not job.is_cuda or caught_up is None or caught_up > 0.5 or job.host_pace is not None:
-        return None
-    if not job.seconds("host"):
+    is_ahead = job.is_cuda and caught_up is not None and caught_up <= 0.5
+    if not is_ahead or job.host_pace is not None or not job.seconds("host"):
         return None
     return Proposal(
         "The host issues kernels ahead of the GPU, yet"

@@ -98,10 +98,9 @@ def _convert_histogram(
 
 def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> None:
     bounds, until_here = list(point.explicit_bounds), 0
+    examples = sorted(point.exemplars, key=lambda each: each.time_unix_nano)
     # The newest exemplar of each bucket.
-    newest: dict[int, Any] = {}
-    for example in sorted(point.exemplars, key=lambda each: each.time_unix_nano):
-        newest[bisect_left(bounds, example.value)] = example
+    newest = {bisect_left(bounds, example.value): example for example in examples}
     for bucket, count in enumerate(point.bucket_counts):
         until_here += count
         upper = repr(bounds[bucket]) if bucket < len(bounds) else "+Inf"

@@ -98,7 +98,13 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
             full = f"{model.name}.{shown}" if model.name else shown
             candidates[shown] = WatchedModule(full, module, is_root=False)
     every = {name: each for name, each in candidates.items() if each.module is not root}
-    compiled = _ids_inside_compiled([module for _, module in inside])
+    wrappers = [module for _, module in inside if torch_private.is_module_compiled(module)]
+    compiled = {
+        id(each)
+        for wrapper in wrappers
+        for each in module_tree.modules(wrapper)
+        if each is not wrapper
+    }
     has_level_limit = config.modules == "auto" or isinstance(config.modules, int)
     levels = _compute_levels(inner) if has_level_limit else {}
 
@@ -159,14 +165,6 @@ def describe_unmatched_patterns(selections: Iterable[ModuleSelection]) -> list[s
                 f" model.named_modules(){names}"
             )
     return messages
-
-
-def _ids_inside_compiled(modules: Iterable[Module]) -> set[int]:
-    """Return the ids of modules inside a compiled module."""
-    compiled = [each for each in modules if torch_private.is_module_compiled(each)]
-    return {
-        id(inner) for each in compiled for inner in module_tree.modules(each) if inner is not each
-    }
 
 
 def _container_classes() -> tuple[type[Module], ...]:

@@ -49,9 +49,8 @@ def is_on_file_system(folder: str | os.PathLike[str], kinds: Collection[int]) ->
 
     # The first field of struct statfs is the type.
     found = (ctypes.c_long * 64)()
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), ctypes.byref(found)):
-        return False
-    return int(found[0]) in kinds
+    failed = ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), ctypes.byref(found))
+    return not failed and int(found[0]) in kinds
 
 
 def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:

@@ -173,7 +173,12 @@ class HostMetrics:
                 if earlier is not None and value is not None
             }
             process.newest = self._compute_signals(process, grown, now_s - process.sampled_s)
-            clock_share = self._read_clock_share(int(thread[36]))
+            # The kernel shows no clock rates in most virtual machines.
+            clock, most = (
+                read_kernel_text(f"{self._cpu_folder}/cpu{int(thread[36])}/cpufreq/{name}")
+                for name in ("scaling_cur_freq", "cpuinfo_max_freq")
+            )
+            clock_share = int(clock) / int(most) if clock and most.strip("0") else None
             gauges = {"memory_limit_share": limit_share, "cpu_clock_share": clock_share}
             process.newest.update(
                 {name: value for name, value in gauges.items() if value is not None}
@@ -229,14 +234,3 @@ class HostMetrics:
         pid: a process id, or "PID/task/TID" for a thread.
         """
         return read_stat_fields(f"{self._proc}/{pid}/stat")
-
-    def _read_clock_share(self, cpu: int) -> float | None:
-        """Return the clock rate of a CPU as a share of the CPU's maximum rate.
-
-        Returns None if the kernel does not show clock rates, as in most virtual machines.
-        """
-        now, most = (
-            read_kernel_text(f"{self._cpu_folder}/cpu{cpu}/cpufreq/{name}")
-            for name in ("scaling_cur_freq", "cpuinfo_max_freq")
-        )
-        return int(now) / int(most) if now and most.strip("0") else None

@@ -191,7 +191,9 @@ def _run_py_spy(pid: int, timeout_s: float, program: str | None) -> tuple[bytes,
             return answer, ""
         if any(refusal in errors.lower() for refusal in _REFUSALS):
             return b"", _explain_refusal(pid)
-    return b"", f"py-spy: {_parse_last_cause(errors)}"
+    # The last line of py-spy's errors is the innermost cause of its failure.
+    lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["no answer"]
+    return b"", f"py-spy: {lines[-1].removeprefix('Error: ')[:_MAX_TEXT_CHARACTERS]}"
 
 
 def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
@@ -305,9 +307,3 @@ def _explain_refusal(pid: int) -> str:
         f"not permitted to read the process: {why}. Permit it: {how}; or set"
         " TORCHLENS_PERF_FAULTHANDLER=1"
     )
-
-
-def _parse_last_cause(errors: str) -> str:
-    """Return the last line of py-spy's errors, which is the innermost cause of its failure."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return (lines or ["no answer"])[-1].removeprefix("Error: ")[:_MAX_TEXT_CHARACTERS]

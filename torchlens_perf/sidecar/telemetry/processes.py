@@ -68,9 +68,7 @@ def _read_numbers(path: str) -> dict[str, int]:
 
 def _sum_over_processes(processes: list[dict[str, int]], name: str) -> int | None:
     """Return a value's sum over processes, or None if the value of the first process is missing."""
-    if name not in processes[0]:
-        return None
-    return sum(each.get(name, 0) for each in processes)
+    return None if name not in processes[0] else sum(each.get(name, 0) for each in processes)
 
 
 def _read_network_bytes(path: str) -> dict[str, int]:

@@ -137,9 +137,7 @@ def _median_signals(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
 
 def _check_garbage_collection(case: _SlowRankCase) -> list[Cause]:
     explains = case.share_of_excess(case.excess_of("gc_share"))
-    if explains < _EXPLAINS:
-        return []
-    return case.cause("gc", explains, "gc_share")
+    return [] if explains < _EXPLAINS else case.cause("gc", explains, "gc_share")
 
 
 def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:

@@ -89,9 +89,9 @@ class _MergedWindow:
         return float(self.median_ns[StepPart.STEP])
 
     def is_slow(self, rank: int) -> bool:
-        if self.score.get(rank, 0.0) < STANDS_OUT:
-            return False
-        return bool(self.excess_ns[rank][StepPart.WORK] >= MIN_SHARE * self.step_ns)
+        return self.score.get(rank, 0.0) >= STANDS_OUT and bool(
+            self.excess_ns[rank][StepPart.WORK] >= MIN_SHARE * self.step_ns
+        )
 
     def gain_without_ns(self, *ranks: int) -> float:
         """Return by how much the slowest of these ranks exceeds all other ranks in work."""

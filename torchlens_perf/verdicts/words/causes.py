@@ -70,9 +70,7 @@ def _format_signal(name: str, value: float) -> str:
     if name.endswith("_per_step"):
         rarely = f"once in {1 / value:.0f} steps" if value else "never"
         return "in every step" if 1.5 * value > 1 else rarely
-    if name.endswith("faults_per_s"):
-        return f"{value:.0f}"
-    return _format_rate(value)
+    return f"{value:.0f}" if name.endswith("faults_per_s") else _format_rate(value)
 
 
 def _format_rate(per_s: float) -> str:

@@ -61,10 +61,20 @@ def _build_all_verdicts(
     out_of_memory += build_crash_verdicts(report["ranks"], report["run"]["world_size"])
     if not report["steps"]["count"]:
         return out_of_memory or [_build_no_steps_verdict(report)]
-    start = build_startup_verdicts(report)
-    if report["steps"]["p50_s"] is None:
-        return [*out_of_memory, *start, _build_only_warm_up_verdict(report)]
-    run = report["run"]
+    start, run, steps = build_startup_verdicts(report), report["run"], report["steps"]
+    if steps["p50_s"] is None:
+        only_warm_up = Verdict(
+            kind="none",
+            cost_s_per_step=0.0,
+            cost_share=0.0,
+            confidence=0.0,
+            action="run at least 40 steps.",
+            is_undecided=True,
+            evidence=WarmUpEvidence(
+                steps["count"], run["live"], steps["warm_up_max_s"], steps["warm_up_parts"]
+            ),
+        )
+        return [*out_of_memory, *start, only_warm_up]
     context = SlowRankContext(
         report["modules"],
         run["device"],
@@ -180,19 +190,4 @@ def _build_no_steps_verdict(report: Facts) -> Verdict:
         confidence=1.0,
         action=evidence.explain_and_advise()[1],
         evidence=evidence,
-    )
-
-
-def _build_only_warm_up_verdict(report: Facts) -> Verdict:
-    steps = report["steps"]
-    return Verdict(
-        kind="none",
-        cost_s_per_step=0.0,
-        cost_share=0.0,
-        confidence=0.0,
-        action="run at least 40 steps.",
-        is_undecided=True,
-        evidence=WarmUpEvidence(
-            steps["count"], report["run"]["live"], steps["warm_up_max_s"], steps["warm_up_parts"]
-        ),
     )
