@@ -101,7 +101,7 @@ class OutOfMemoryHook:
                 # In a forked child the recorder is closed and the history belongs to the parent
                 # process.
                 if session.recorder.closed:
-                    memory_history.release_to_job()
+                    memory_history.is_ours = False
                 else:
                     memory_history.end_recording()
                     observer.mark_last_error_as_caught()
@@ -124,7 +124,7 @@ class OutOfMemoryHook:
 
         def record_for_job(*args: Any, **kwargs: Any) -> None:
             """Leave the history to the job, which starts or stops a history itself."""
-            memory_history.release_to_job()
+            memory_history.is_ours = False
             self._patches.close()
             record(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,6 @@ from torchlens_perf.hooks.capture_trace import (
     CuptiTeardown,
     ProfilerTrace,
     find_other_profiler,
-    is_python_traced,
 )
 from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.recorder import torch_instruments, torch_private
@@ -171,7 +171,7 @@ class _Capture:
     def _start_trace(self, step: int) -> bool:
         import torch
 
-        python = self._request.python and not is_python_traced()
+        python = self._request.python and sys.getprofile() is None
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
         cuda = _is_cuda_used(torch)

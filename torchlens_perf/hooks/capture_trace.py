@@ -193,8 +193,3 @@ class ProfilerTrace:
             return start(*args, **kwargs)
 
         return start_after_ours_ended
-
-
-def is_python_traced() -> bool:
-    """Return True if other code uses Python's profiling hook, which blocks tracing of frames."""
-    return sys.getprofile() is not None

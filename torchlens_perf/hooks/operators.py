@@ -53,11 +53,11 @@ class OperatorHook:
             yield
             return
         observer = _StepCounter(session, tap)
-        session.step.set_observer(observer)
+        session.step.observer = observer
         try:
             yield
         finally:
-            session.step.set_observer(None)
+            session.step.observer = None
             observer.stop()
 
 

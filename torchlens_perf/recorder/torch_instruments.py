@@ -36,7 +36,7 @@ class MemoryHistory:
     def __init__(self) -> None:
         self.is_ours = False
         """True while a history is recorded that this package has started, and that
-        is therefore bounded.
+        is therefore bounded. False leaves it to the job, or to the parent of a forked child.
         """
 
     def start_recording(self, entries: int) -> None:
@@ -48,10 +48,6 @@ class MemoryHistory:
         if self.is_ours:
             self.is_ours = False
             _record_memory_history(None, None, 0)
-
-    def release_to_job(self) -> None:
-        """Leave the memory history to the job, or to the parent of a forked child."""
-        self.is_ours = False
 
 
 memory_history = MemoryHistory()

@@ -176,8 +176,6 @@ def _container_classes() -> tuple[type[Module], ...]:
 
 def _remove_wrapper_names(name: str) -> str:
     """Return a qualified name without the parts that wrappers inside the model add."""
-    if not any(wrapped in name for wrapped in _WRAPPED_NAMES):
-        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPED_NAMES)
 
 

@@ -154,7 +154,16 @@ class Population:
             self.work_ns = float(fast_median(window.own_ns[self._recent].ravel(), 0))
             self.own = window.mean_own_time(self._recent)
             self.wait_ns = float(fast_median(window.wait_ns[self._recent].ravel(), 0))
-        self._end_episodes_of_ended_ranks(window)
+        # Ranks that have ended while other ranks still run.
+        gone = set(window.ranks[window.newest < self._judged].tolist()) & self.ended
+        self.episodes = [
+            (
+                dataclasses.replace(each, until_step=each.last_step + 1)
+                if not each.is_over and each.rank in gone
+                else each
+            )
+            for each in self.episodes
+        ]
 
     def _judge_rows_before(self, window: SlidingWindow, end: int) -> None:
         """Judge the ranks by the rows before row number `end`."""
@@ -220,18 +229,6 @@ class Population:
         With torchrun, the first recorded step may have the number 1.
         """
         return self._window is not None and (self._first or 0) * self._window.width <= 1
-
-    def _end_episodes_of_ended_ranks(self, window: SlidingWindow) -> None:
-        """End the episodes of ranks that have ended while other ranks still run."""
-        gone = set(window.ranks[window.newest < self._judged].tolist()) & self.ended
-        self.episodes = [
-            (
-                dataclasses.replace(each, until_step=each.last_step + 1)
-                if not each.is_over and each.rank in gone
-                else each
-            )
-            for each in self.episodes
-        ]
 
     def _update_episode(self, episode: Episode, rows: SuspectSearch) -> Episode:
         """Return an open episode with new measurements, or with its end if the rank has
