@@ -302,10 +302,10 @@ class Rollouts:
         engines = [sample % ENGINES for sample in range(SAMPLES)]
         if self._plan.fault == "loaded_engine":
             # With the usual strength, two thirds of the samples go to one engine.
-            every = round(2 / self._plan.strength)
-            engines = [
-                each if sample % every else self._plan.victim for sample, each in enumerate(engines)
-            ]
+            victim = self._plan.victim
+            elsewhere = [sample for sample, engine in enumerate(engines) if engine != victim]
+            for sample in elsewhere[:: round(2 / self._plan.strength)]:
+                engines[sample] = victim
         futures = []
         for sample, (length, engine) in enumerate(zip(lengths, engines, strict=True)):
             name = f"{iteration}-{sample}"
