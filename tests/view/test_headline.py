@@ -14,6 +14,7 @@ from torchlens_perf.report.build import build_report
 from torchlens_perf.report.report_json import EVIDENCE, kinds_with
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.kinds import BAD, GOOD, KINDS, NEUTRAL, WARNING
@@ -27,7 +28,13 @@ from torchlens_perf.view.headline import (
 )
 
 
-def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> Report:
+def simulated(
+    folder: Path,
+    *faults: str,
+    ranks: int = 8,
+    steps: int = 120,
+    device: SimulatedDevice | None = None,
+) -> Report:
     # The lock of a run is global to the machine, so each run needs its own name.
     run = RunDirectory(folder / uuid.uuid4().hex)
     run.create()
@@ -36,6 +43,7 @@ def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> R
         steps,
         run,
         run.run_id,
+        device,
     )
     return build_report(run.run_id, node_state.load_all(run))
 

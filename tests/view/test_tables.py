@@ -13,6 +13,7 @@ from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
+from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.specs import Column, Quantity, Table
@@ -173,6 +174,15 @@ def test_columns_of_a_rank_add_up_to_its_step() -> None:
     assert seconds["forward"] == pytest.approx(0.004)
     assert sum(seconds.values()) == pytest.approx(step_s)  # type: ignore[arg-type]
     assert compute_s == pytest.approx(step_s - 0.020)  # type: ignore[operator]
+
+
+def test_parts_in_the_device_table_add_up_to_its_step(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=1,share=0.25", ranks=2, device=SimulatedDevice())
+    table = found(report, "device_times")
+    seconds = [column(table, title).values[0] for title in ("step", "compute", "comm wait")]
+    parts = report["ranks"][1]["device"]["parts"]  # type: ignore[index]
+    total_s, wait_s = sum(parts.values()), parts["communication"]
+    assert seconds == pytest.approx([total_s, total_s - wait_s, wait_s])
 
 
 def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) -> None:

@@ -155,16 +155,15 @@ def build_device_table(report: Report) -> Table | None:
     if not devices:
         return None
 
-    def order(rank: Rank) -> float:
-        times = devices[rank["rank"]]
-        return (times["work_s"] or times["step_s"])["p50_s"] or 0.0
-
     timed = [rank for rank in report["ranks"] if rank["rank"] in devices]
-    ranks, slow, first = _order_ranks(timed, slow_ranks(report), order)
+    ranks, slow, first = _order_ranks(
+        timed, slow_ranks(report), lambda rank: _device_step_s(devices[rank["rank"]])[1]
+    )
     times = [devices[rank["rank"]] for rank in ranks]
     several, judged = report["run"]["world_size"] > 1, any(each["parts"] for each in times)
-    unit_of = max(each["step_s"]["p50_s"] or 0.0 for each in times) / 3
-    work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
+    steps_s = [_device_step_s(each)[0] for each in times]
+    unit_of = max(steps_s) / 3
+    work_s = [_device_step_s(each)[1] if each["work_s"] else None for each in times]
     parts_s = {
         part: [_device_part_s(each, part, judged=judged) for each in times] for part in _SHOWN_PARTS
     }
@@ -172,12 +171,12 @@ def build_device_table(report: Report) -> Table | None:
     caught_up = [each["caught_up"] for each in times]
     columns = [
         *columns_if(several, *_rank_columns(ranks)),
-        Column("step", [each["step_s"]["p50_s"] for each in times], unit_of=unit_of,
-               help="The median."),
+        Column("step", steps_s, unit_of=unit_of,
+               help="Mean duration of the typical steps." if judged else "The median."),
         *columns_if(
             judged,
             Column("compute", work_s, unit_of=unit_of, optional=0.1,
-                   help="Median step time without comm wait, including waits of the device for its"
+                   help="Step time without comm wait, including waits of the device for its"
                    " host."),
         ),
         *(
@@ -204,8 +203,10 @@ def build_device_table(report: Report) -> Table | None:
         _compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True)))
     ] if judged else []  # fmt: skip
     clocks = " and ".join(sorted({str(each["clock"]) for each in times if each["clock"]}))
-    whose = "each rank" if several else "the device"
-    title = f"Typical step of {whose}{_covered_steps(report)}, device clock"
+    title = (
+        f"Typical step of {'each rank' if several else 'the device'}{_covered_steps(report)},"
+        " device clock"
+    )
     note = " ".join(filter(None, (*notes, f"Measured by {clocks}." if clocks else "")))
     return Table(
         "device_times", title, columns, slow, first, note, "rank", "compute" if judged else "step"
@@ -405,6 +406,15 @@ def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         if found
         else {}
     )
+
+
+def _device_step_s(device: DeviceTimes) -> tuple[float, float]:
+    """Return a device's step in seconds, and without comm wait.
+
+    A typical step is the sum of its parts. A device without parts has only a median.
+    """
+    step_s = sum(device["parts"].values()) or device["step_s"]["p50_s"] or 0.0
+    return step_s, step_s - device["parts"].get("communication", 0.0)
 
 
 def _device_part_s(device: DeviceTimes, part: str, *, judged: bool) -> float | None:
