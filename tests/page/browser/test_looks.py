@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.browser.conftest import WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf
+from tests.page.browser.conftest import WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf, written
 from tests.page.browser.tab import need_browser
+from tests.page.conftest import FAULT, recorded
+from torchlens_perf.page.gather.run_contents import gather_contents
 
 need_browser()
 
@@ -64,6 +66,17 @@ def test_page_and_charts_fit_the_window(
     tab.page.screenshot(path=str(shots / f"{name}.png"), full_page=True)
     tab.show("step")
     tab.page.screenshot(path=str(shots / f"{name}-step.png"))
+
+
+def test_folded_verdicts_and_quality_are_readable_on_a_phone(tab_of: TabOf, tmp_path: Path) -> None:
+    """A long cost wraps, and words are not broken."""
+    run = recorded(tmp_path, FAULT, "constant:rank=1,share=0.2")
+    tab = tab_of(written(tmp_path, "two", gather_contents(run)), phone=True).open()
+    cost = "document.querySelector('details.verdict > summary b')"
+    tab.value(f"{cost}.textContent = 'of a step '.repeat(9)")
+    assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+    heads = "[...document.querySelectorAll('#quality tbody th')].map(th => th.offsetWidth)"
+    assert min(tab.value(heads)) >= 140
 
 
 def test_elements_do_not_overlap_on_desktop_and_phone(tab_of: TabOf, wide_file: Path) -> None:
