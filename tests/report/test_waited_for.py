@@ -86,7 +86,7 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
         == pytest.approx(0.373, abs=0.003)
     )
     assert row.sentence.startswith(
-        f"Step 90: the other rank waited {waited} for rank 1 ({waited} in"
+        f"Step 90: the other rank waited {waited} for rank 1 (14% of"
     )
 
 
