@@ -85,9 +85,7 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
         == row.evidence.long["more_s"]
         == pytest.approx(0.373, abs=0.003)
     )
-    assert row.sentence.startswith(
-        f"Step 90: the other rank waited {waited} for rank 1 (14% of"
-    )
+    assert row.sentence.startswith(f"Step 90: the other rank waited {waited} for rank 1 (14% of")
 
 
 def test_no_rank_is_blamed_if_ranks_wait_for_different_ones() -> None:
