@@ -50,7 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
-            sys.stdout.write(_help_text())
+            lines = [
+                line
+                for title, commands in _GROUPS.items()
+                for line in (
+                    "",
+                    f"{title}:",
+                    *(f"  {each.name:14} {each.summary}" for each in commands),
+                )
+            ]
+            sys.stdout.write(_HELP.format(commands="\n".join(lines)))
             return 0
         if arguments[0] == "--version":
             print(versions_text())
@@ -85,15 +94,6 @@ def _fail(problem: str, code: int = 2) -> int:
     prefix = "" if CHILD in os.environ else "torchlens-perf: "
     print(f"{prefix}{problem}", file=sys.stderr)
     return code
-
-
-def _help_text() -> str:
-    lines = [
-        line
-        for title, commands in _GROUPS.items()
-        for line in ("", f"{title}:", *(f"  {each.name:14} {each.summary}" for each in commands))
-    ]
-    return _HELP.format(commands="\n".join(lines))
 
 
 def _unknown_command_text(name: str) -> str:

@@ -78,7 +78,11 @@ def run_sidecar(
         return False
     run_in_background(lambda: _finish_run(sidecar, lock, rounds))
     sidecar.close()
-    return _release_lock(sidecar, lock)
+    # A process registers its ring before it checks the lock. If the lock is free, it starts a new
+    # sidecar. Otherwise the ring was registered before the release, and is found here.
+    sidecar.run.remove_local_leftovers()
+    lock.remove()
+    return sidecar.sources.has_unread_rings() and lock.acquire()
 
 
 def _finish_run(sidecar: Sidecar, lock: SidecarLock, rounds: _RoundRunner) -> None:
@@ -262,14 +266,3 @@ def _log_disk_errors(what: str) -> Iterator[None]:
         yield
     except (OSError, RunStoreError) as error:
         logger.error("%s: %s", what, error)
-
-
-def _release_lock(sidecar: Sidecar, lock: SidecarLock) -> bool:
-    """Release the lock. Return True if a new ring has appeared and the lock was acquired again.
-
-    A process registers its ring before it checks the lock. If the lock is free, the process starts
-    a new sidecar. Otherwise the ring was registered before the release, and this function finds it.
-    """
-    sidecar.run.remove_local_leftovers()
-    lock.remove()
-    return sidecar.sources.has_unread_rings() and lock.acquire()

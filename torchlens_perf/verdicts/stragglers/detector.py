@@ -183,4 +183,11 @@ class StragglerDetector:
             largest = max(known, key=lambda cost: cost.cost_ns, default=None)
             shared.update(dict.fromkeys(group.ranks, largest))
         for population in populations:
-            population.set_shared_costs(shared)
+            population.episodes = [
+                (
+                    dataclasses.replace(each, shared=shared[each.rank])
+                    if not each.is_over and each.rank in shared
+                    else each
+                )
+                for each in population.episodes
+            ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -291,17 +291,6 @@ class Population:
         """Return, for each rank with an ended episode, the until_step of its newest one."""
         # The episodes of a rank are in the order of their steps.
         return {each.rank: each.until_step for each in self.episodes if each.until_step is not None}
-
-    def set_shared_costs(self, costs: Mapping[int, SharedCost | None]) -> None:
-        """Set the shared costs of the open episodes of these ranks."""
-        self.episodes = [
-            (
-                dataclasses.replace(each, shared=costs[each.rank])
-                if not each.is_over and each.rank in costs
-                else each
-            )
-            for each in self.episodes
-        ]
 
     def compute_shared_costs(self, groups: Sequence[SlowRankGroup]) -> dict[int, SharedCost | None]:
         """Return the shared cost for each slow rank; None if it is not known.
