@@ -391,9 +391,7 @@ def get_no_torch_function_context() -> Callable[[], AbstractContextManager[objec
     """Return a context manager that hides calls from the user's torch function modes and tensor
     subclasses.
     """
-    if not is_usable(NO_TORCH_FUNCTION):
-        return nullcontext
-    return pkgutil.resolve_name(NO_TORCH_FUNCTION)
+    return pkgutil.resolve_name(NO_TORCH_FUNCTION) if is_usable(NO_TORCH_FUNCTION) else nullcontext
 
 
 def get_no_torch_dispatch_context() -> AbstractContextManager[object]:
