@@ -630,6 +630,16 @@ def test_data_loading_next_to_contention_of_other_parts_is_the_second_verdict() 
     assert second.action.startswith("see what takes the time of a batch")
 
 
+def test_section_next_to_contention_is_the_second_verdict_with_its_own_action() -> None:
+    report: Any = report_on([{**BASE, "host": 20.0, "forward": 40.0, "cpu": 30.0}] * 60)
+    report["sections"] = [{"name": "tokenize", "host_s_per_typical_step": 0.019}]
+    first, second = build_step_verdicts(report)
+
+    assert (first.kind, second.kind) == ("lack_of_cpu", "host_bound")
+    assert second.text == 'Section "tokenize" takes 27% (19.0 ms) of a typical step of 71.0 ms.'
+    assert second.action.startswith('make section "tokenize" cheaper')
+
+
 @pytest.mark.parametrize(
     ("data_ms", "kind"), [(40.0, "lack_of_cpu"), (60.0, "data_bound"), (75.0, "data_bound")]
 )

@@ -580,8 +580,9 @@ def _build_second_verdicts(report: Facts, typical: Verdict) -> list[Verdict]:
                 typical_step_s=step_s, lack_by_part_s=found.lack_by_part_s
             ),
         )
-        for use in uses
-        if use.seconds >= least * step_s
+        for whole in uses
+        if whole.seconds >= least * step_s
+        for use in _split_host_code_by_section(report, whole, step_s)[:1]
     ]
 
 
