@@ -234,7 +234,7 @@ def test_second_and_third_verdicts_have_evidence_and_action() -> None:
     assert text.splitlines()[3].startswith("  LONG STEPS  ")
     assert re.search(
         r"\n  BOTTLENECK  data loading, [0-9.]+ ms per step \(\d+%\), .*\n  evidence    .*\n(  {12}.*"
-        r"\n)*  next        .*\n(  {12}.*\n)*  LONG STEPS  .*\n(  {12}.*\n)*  next  ",
+        r"\n)*  next        .*\n(  {12}.*\n)*  LONG STEPS  .*\n(  {12}.*\n)*  cost  .*\n  next  ",
         text,
     )
 

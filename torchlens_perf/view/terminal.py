@@ -225,8 +225,8 @@ def _other_verdict_lines(
 def _detail_lines(head: Headline, width: int) -> Iterator[Text]:
     """Yield a few lines on the evidence and the action of a secondary verdict."""
     room = 2 * (width - 2 - _LABEL) - _MIN_NAME
-    evidence = head.first_sentence if _is_located(head) else ""
-    for label, text in (("evidence", evidence), ("next", head.action)):
+    evidence, cost = (head.first_sentence, "") if _is_located(head) else ("", head.cost)
+    for label, text in (("cost", cost), ("evidence", evidence), ("next", head.action)):
         if text:
             yield from _wrap_field(label, textwrap.shorten(text, room, placeholder=" …"), width)
 

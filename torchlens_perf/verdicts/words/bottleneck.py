@@ -108,11 +108,16 @@ class StepEvidence(Evidence, frozen=True, kw_only=True):
     lines: SampledLines | None = None
     """The lines of most of the time that is to be made shorter; None if not known."""
 
-    def join(self, found: str, others: Sequence[NamedUse], step_s: float) -> list[str]:
-        """Return the sentences on the limit, with the other uses of a step."""
+    def join(
+        self, found: str, others: Sequence[NamedUse], step_s: float, without: str = ""
+    ) -> list[str]:
+        """Return the sentences on the limit, with the other uses of a step.
+
+        without: a phrase before them, on what their times do not contain.
+        """
         also = [f"{within_sentence(each.what)} {_format_use(each, step_s)}" for each in others]
         places = (each.text for each in (self.gap, self.lines) if each is not None)
-        return [f"{'; '.join([found, *also])}.", *places]
+        return [f"{found}{f'; {without}' * bool(also)}{'; '.join(also)}.", *places]
 
 
 class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_step"):
@@ -133,7 +138,7 @@ class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_
         (first, *others), step_s = verdict.uses, self.typical_step_s
         takes = f"{first.what} takes {_format_use(first, step_s)}"
         found = f"{takes} of a typical step of {format_duration(step_s)}"
-        return self.join(found, others, step_s)
+        return self.join(found, others, step_s, "apart from it, " * (first.kind == _LACK.kind))
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
         cost_s = verdict.cost_s_per_step
