@@ -69,7 +69,7 @@ def test_page_and_charts_fit_the_window(
 
 
 def test_folded_verdicts_and_quality_are_readable_on_a_phone(tab_of: TabOf, tmp_path: Path) -> None:
-    """A long cost wraps, and words are not broken."""
+    """A long cost wraps, words are not broken, and buttons cover no caption."""
     run = recorded(tmp_path, FAULT, "constant:rank=1,share=0.2")
     tab = tab_of(written(tmp_path, "two", gather_contents(run)), phone=True).open()
     cost = "document.querySelector('details.verdict > summary b')"
@@ -77,6 +77,10 @@ def test_folded_verdicts_and_quality_are_readable_on_a_phone(tab_of: TabOf, tmp_
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
     heads = "[...document.querySelectorAll('#quality tbody th')].map(th => th.offsetWidth)"
     assert min(tab.value(heads)) >= 140
+    right = "each.getBoundingClientRect().right"
+    captions = f"[...document.querySelectorAll('caption')].map(each => {right})"
+    button = "document.querySelector('.csv').getBoundingClientRect()"
+    assert max(tab.value(captions)) - 48 <= tab.value(f"{button}.left")
 
 
 def test_elements_do_not_overlap_on_desktop_and_phone(tab_of: TabOf, wide_file: Path) -> None:
