@@ -11,11 +11,12 @@ from msgspec import structs
 from tests.report.test_held import node
 from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
-from torchlens_perf.analysis.statistics.quantities import format_duration
+from torchlens_perf.analysis.statistics.quantities import format_change, format_duration
 from torchlens_perf.report.build import build_report
 from torchlens_perf.simulate.rings import SimulatedDevice
-from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.words.report import LostTime, PathClass, Report
 from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
+from torchlens_perf.view.lost_time_tables import build_critical_path_table
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.tables import build_tables
 
@@ -183,6 +184,18 @@ def test_parts_in_the_device_table_add_up_to_its_step(tmp_path: Path) -> None:
     parts = report["ranks"][1]["device"]["parts"]  # type: ignore[index]
     total_s, wait_s = sum(parts.values()), parts["communication"]
     assert seconds == pytest.approx([total_s, total_s - wait_s, wait_s])
+
+
+def test_slow_ranks_on_the_critical_path_do_not_look_like_one_number() -> None:
+    classes = [PathClass("slow rank", 0.02, 1.0, ranks=[17, 700])]
+    report: Any = {"lost_time": LostTime(0, 99, 100, 0.02, classes, [], 0.0)}
+    table = build_critical_path_table(report)
+    assert table is not None
+    assert table.columns[0].values == ["slow ranks 17, 700"]
+
+
+def test_change_that_rounds_to_zero_has_no_minus() -> None:
+    assert list(map(format_change, (-0.0004, 0.0, -0.0006))) == ["+0.0%", "+0.0%", "-0.1%"]
 
 
 def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) -> None:

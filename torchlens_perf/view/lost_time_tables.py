@@ -58,5 +58,6 @@ def build_gain_table(changes: Sequence[PredictedChange], step_s: float) -> Table
 
 def _class_name(each: PathClass) -> str:
     if each.ranks:
-        return f"slow {format_rank_list(each.ranks)}"
+        # "17,700" would be a number.
+        return f"slow {format_rank_list(each.ranks)}".replace(",", ", ")
     return _NAMES.get(each.name) or (PARTS[each.name].name if each.name in PARTS else each.name)

@@ -20,8 +20,8 @@ def format_percent(share: float) -> str:
 
 
 def format_change(share: float) -> str:
-    """Format a relative change with its sign, also of zero."""
-    return f"{'+' if share >= 0 else '-'}{format_percent(abs(share))}"
+    """Format a relative change with its sign. A change that rounds to zero is "+0.0%"."""
+    return f"{'-' if share <= -0.0005 else '+'}{format_percent(abs(share))}"
 
 
 def format_rounded(value: float) -> str:
