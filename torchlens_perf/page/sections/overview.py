@@ -104,7 +104,7 @@ def _choose_figures(
         yield format_rounded(1 / steps["mean_s"]), "steps per second", ""
     if bar.total:
         computing = sum(bar.seconds.get(part, 0.0) for part in COMPUTE) / bar.total
-        yield format_percent(computing), "of the mean step in forward, backward and optimizer", ""
+        yield format_percent(computing), "of a typical step in forward, backward and optimizer", ""
     if size > 1 and all(row.kind != "not_compared" for row in report["verdicts"]):
         timed = sum(rank["typical"] is not None for rank in report["ranks"])
         yield f"{timed} of {size}", "ranks compared", ""
