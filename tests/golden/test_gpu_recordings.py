@@ -21,13 +21,14 @@ these measurements allow:
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.golden.gpu_recordings import RECORDINGS, report_on_recording
 from torchlens_perf.verdicts.words.device_pace import LaunchBoundEvidence
 from torchlens_perf.view.headline import build_headlines, choose_headline
+from torchlens_perf.view.rank_tables import build_rank_table
 
 EXPECTED: dict[str, dict[str, Any]] = json.loads((RECORDINGS / "expected.json").read_text())
 
@@ -81,6 +82,14 @@ def test_verdicts_are_those_that_the_measurements_allow(
         assert verdicts[0].action == expected["action"]
     if expected.get("others_first"):
         assert first.action.lower().startswith("see whether other programs used the gpu")
+
+
+def test_host_memory_does_not_look_like_device_memory(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    table = build_rank_table(cast("Any", case[1]))
+    titles = [each.title for each in table.columns] if table is not None else []
+    assert "peak memory" not in titles
 
 
 def test_device_times_are_within_bounds_of_own_events(

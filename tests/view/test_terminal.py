@@ -311,6 +311,7 @@ def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
 def test_memory_of_a_rank_that_ran_out_is_shown() -> None:
     text = short(node([usual(57)], out_of_memory=memory.oom(step=99, file="f")))
 
+    assert "in step 99" in text.split("evidence")[0]
     assert (
         text.index("  OUT OF MEMORY  ")
         < text.index("  next ")

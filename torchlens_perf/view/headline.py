@@ -32,7 +32,8 @@ _PHASES = {
     "compute": "forward and backward",
     "gap": "gaps between phases",
 }
-_STALLS = "STALLS"
+_STEP_WORDS = {"died": "after", "out_of_memory": "in"}
+"""How the step of a single event is introduced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _status_and_severity(row: Verdict) -> tuple[str, str]:
     if scope in _SCOPES:
         return _SCOPES[scope], traits.severity
     if row.kind == "long_steps" and row.rank is not None:
-        return _STALLS, traits.severity
+        return "STALLS", traits.severity
     return ("NOT COMPARED", NEUTRAL) if row.is_undecided else (traits.status, traits.severity)
 
 
@@ -227,7 +228,7 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
         found.append(("together with", format_rank_list(evidence.slow_too)))
     if evidence.failure is not None:
         found.append(("steps", describe_failure_time(evidence.failure)))
-    elif held is not None and held.since_step is not None:
+    elif held is not None and held.since_step is not None and row.kind not in _STEP_WORDS:
         found.append(("steps", format_step_range(held.since_step, held.until_step)))
         if row.kind == "straggler" and evidence.share_of_steps is not None:
             found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))
@@ -240,9 +241,7 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
                 )
             )
     elif row.since_step is not None:
-        found.append(
-            ("steps", f"{'after' if row.kind == 'died' else 'since'} step {row.since_step}")
-        )
+        found.append(("steps", f"{_STEP_WORDS.get(row.kind, 'since')} step {row.since_step}"))
     if held is not None and held.since and (traits.stops_job or evidence.stops_run):
         found.append(("at", format_time_of_day(held.since, report["run"]["started"])))
     return found

@@ -66,6 +66,7 @@ def build_rank_table(report: Report) -> Table | None:
     # Each process group has a last rank of its own.
     whole = "in own groups" if sum(each["share"] for each in last if each) > 1.001 else "to arrive"
     memory = [rank["memory"]["max_bytes"] for rank in ranks]
+    clock = ", host clock" if report["run"]["device"] is not None else ""
     columns = [
         *columns_if(several, *_rank_columns(ranks)),
         Column("step", steps_s, unit_of=unit_of, optional=0.15,
@@ -95,11 +96,10 @@ def build_rank_table(report: Report) -> Table | None:
         ),
         *columns_if(
             any(memory),
-            Column("peak memory", memory, Quantity.BYTES, 0.9,
-                   "Largest amount of memory that the rank used."),
+            Column(f"peak {'host ' * bool(clock)}memory", memory, Quantity.BYTES, 0.9,
+                   "Largest amount of host memory that the rank used."),
         ),
     ]  # fmt: skip
-    clock = ", host clock" if report["run"]["device"] is not None else ""
     title = f"Typical step{' of each rank' * several}{_covered_steps(report)}{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
     notes = [
