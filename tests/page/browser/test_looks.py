@@ -83,6 +83,15 @@ def test_folded_verdicts_and_quality_are_readable_on_a_phone(tab_of: TabOf, tmp_
     assert max(tab.value(captions)) - 48 <= tab.value(f"{button}.left")
 
 
+def test_tables_fit_a_printed_page(tab_of: TabOf, device_file: Path) -> None:
+    """Browsers would shrink all of the page."""
+    tab = tab_of(device_file)
+    tab.page.set_viewport_size({"width": 718, "height": 1050})
+    tab.page.emulate_media(media="print")
+    tab.open()
+    assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_elements_do_not_overlap_on_desktop_and_phone(tab_of: TabOf, wide_file: Path) -> None:
     """Headings, words, tables and charts are checked."""
     for phone in (False, True):
