@@ -57,6 +57,7 @@ _ALLOWED = {
         "urllib.parse.urlencode",
         "urllib.parse.urlsplit",
     },  # A method of a text.
+    "results.notebook": {"urllib.parse.quote"},  # A method of a text.
     "run.installation": {"urllib.parse.unquote", "urllib.parse.urlsplit"},  # A method of a text.
     "run.location": {"urllib.parse.unquote"},  # A method of a text.
     # Restores the user's handler.

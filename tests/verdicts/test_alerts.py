@@ -94,7 +94,7 @@ def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
 
     assert started.because == ("gc",)
     assert (
-        "Cause: Python's garbage collector runs in it for 90% of the time (explains 90% of the difference). Next: call"
+        "Cause: Python's garbage collector takes 90% of its time (explains 90% of the difference). Next: call"
         " gc.freeze()" in started.sentence
     )
     assert unknown.because == ()

@@ -53,11 +53,11 @@ class OperatorHook:
             yield
             return
         observer = _StepCounter(session, tap)
-        session.step.observer = observer
+        session.step.set_observer(observer)
         try:
             yield
         finally:
-            session.step.observer = None
+            session.step.set_observer(None)
             observer.stop()
 
 

@@ -68,8 +68,7 @@ class CurrentStep:
         self._sampling = sampling
         self._loop: UserLoop | None = None
         self._overhead_ns = self._late_ns = 0
-        self.observer: StepObserver | None = None
-        """Observer of sampled steps."""
+        self._observer: StepObserver | None = None
         # Samples in the batches of a sampled step, and True if the workload is in tokens.
         self._samples, self._are_tokens = 0, False
 
@@ -88,6 +87,10 @@ class CurrentStep:
 
     def add_workload(self, elements: int) -> None:
         self._recorder.workload = max(0, self._recorder.workload) + elements
+
+    def set_observer(self, observer: StepObserver | None) -> None:
+        """Set the observer of sampled steps, or remove it."""
+        self._observer = observer
 
     def set_memory(self, memory_bytes: int) -> None:
         """Set the memory of this and later steps in bytes. 0 means unknown."""
@@ -158,8 +161,8 @@ class CurrentStep:
         sampled = recorder.sampled
         if sampled:
             flags |= _SAMPLED
-            if self.observer is not None:
-                self.observer.end_step(self._samples, are_tokens=self._are_tokens)
+            if self._observer is not None:
+                self._observer.end_step(self._samples, are_tokens=self._are_tokens)
             self._samples = 0
         found, passes = loop.finish_step(inference=bool(flags & _INFERENCE))
         tags = recorder.step_flags | found
@@ -181,8 +184,8 @@ class CurrentStep:
             self._begin_sampled_step(step)
 
     def _begin_sampled_step(self, step: int) -> None:
-        if self._recorder.sampled and self.observer is not None:
-            self.observer.begin_step(step)
+        if self._recorder.sampled and self._observer is not None:
+            self._observer.begin_step(step)
 
     def _read_boundary(self) -> StepBoundary:
         """Return the current step, time, and time in hooks.

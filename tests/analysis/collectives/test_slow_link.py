@@ -247,7 +247,7 @@ def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
     found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
     text, _ = describe_slow_links(found)
     assert text.startswith("Communication of ranks 1,5,9,13 is slow: allreduce of 1.0 MB takes 1.2")
-    assert "on 3 links of the same kind" in text
+    assert "on 3 groups or links of the same kind" in text
     assert "at most" not in text
 
     flags = int(Flag.COMPLETED | Flag.ASYNC)

@@ -66,7 +66,7 @@ def only(found: Diagnosis) -> Cause:
             "gc",
             "host",
             {"gc_share": 0.2},
-            "collector runs in it for 20% of the time, against 0.0% on the others",
+            "collector takes 20% of its time, against 0.0% on the others",
         ),
         (
             "busy_neighbour",
@@ -351,8 +351,7 @@ def test_verdict_has_cause_explained_share_and_action() -> None:
     told = verdict(diagnosis({"gc_share": 0.2, "nvlink_errors_per_s": 1.0}))
 
     assert (
-        "since step 100. Cause: Python's garbage collector runs in it for 20% of the time"
-        in told.sentence
+        "since step 100. Cause: Python's garbage collector takes 20% of its time" in told.sentence
     )
     assert (
         "(explains 100% of the difference). Not seen on other ranks: its GPU has NVLink errors: 1 a"
