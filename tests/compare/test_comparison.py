@@ -15,7 +15,7 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.compare.changes import Outcome
 from torchlens_perf.compare.comparison import build_comparison, compare_runs
 from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure, compute_by_rank
-from torchlens_perf.compare.screens import build_headline
+from torchlens_perf.compare.screens import build_headline, build_notes, build_tables
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.view.rank_tables import build_rank_table
@@ -67,10 +67,38 @@ def test_parts_add_up_to_the_step(runs: Path) -> None:
     assert sum(each.difference for each in parts) == pytest.approx(step.difference, rel=0.05)
 
 
-def test_one_run_a_side_has_a_note(runs: Path) -> None:
+def test_one_run_of_each_side_has_one_note(runs: Path) -> None:
     compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
-    assert any("one run before" in note for note in compared.notes)
+    assert sum("runs are assumed to differ" in note for note in compared.notes) == 1
+    assert any(note.startswith("one run before and one run after: ") for note in compared.notes)
     assert not compared.list_changed(*Kind)
+
+
+def test_one_run_of_each_side_says_once_that_noise_is_not_known(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before")[:1], side(runs, "after")[:1])
+    unknown = replace(compared.step, outcome=Outcome.UNKNOWN)
+    head = build_headline(replace(compared, changes={STEP: unknown}))
+    assert head.status == "CHANGED"
+    assert "noise between runs" in head.sentence
+    assert "may be noise" not in head.sentence
+    several = replace(compared, before=compared.before * 2, changes={STEP: unknown})
+    assert "may be noise" in build_headline(several).sentence
+
+
+def test_equal_notes_are_shown_once(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before"), side(runs, "again"))
+    notes = build_notes(replace(compared, notes=["a", "b", "a"]))
+    assert notes[:2] == ["a", "b"]
+    assert notes.count("a") == 1
+
+
+def test_difference_that_rounds_to_zero_has_no_minus(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before"), side(runs, "again"))
+    tiny = replace(compared.step, low=-2e-9, high=-3e-10)
+    step = build_tables(replace(compared, changes={STEP: tiny}))[1]
+    assert {each.title: each.texts() for each in step.columns}["95 % interval"] == [
+        "-2 ns to +0 ns"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,13 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
             found |= zip(chosen, _changes(chosen, before, after), strict=True)
     notes = list_differences(before[0].report, after[0].report)
     notes += [note for run in (*before, *after) for note in run.notes]
-    assumed = _assume_spread((*before, *after))
-    notes += [
-        f"one run {name}: runs are assumed to differ by {assumed:.0%}. Record 5 runs or more of each"
-        " side to measure how much they differ"
-        for name, side in (("before", before), ("after", after))
-        if len(side) == 1
+    alone = [
+        f"one run {name}" for name, side in (("before", before), ("after", after)) if len(side) == 1
     ]
+    notes += [
+        f"{' and '.join(alone)}: runs are assumed to differ by {_assume_spread((*before, *after)):.0%}."
+        " Record 5 runs or more of each side to measure how much they differ"
+    ] * bool(alone)
     return Comparison(
         before,
         after,

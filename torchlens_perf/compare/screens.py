@@ -76,20 +76,27 @@ def _choose_status(compared: Comparison, step: Change) -> tuple[str, str]:
 
 def describe_times(compared: Comparison) -> str:
     """Return sentences on the typical step, and on the parts and details that changed."""
-    sentences = [_describe_step(compared.step), _describe_changes(compared, compared.step)]
+    is_one_each = len(compared.before) == len(compared.after) == 1
+    sentences = [
+        _describe_step(compared.step, is_one_each),
+        _describe_changes(compared, compared.step),
+    ]
     if compared.step.outcome is not Outcome.CHANGED:
         # The status is then about the parts and details.
         sentences.reverse()
     return " ".join(filter(None, sentences))
 
 
-def _describe_step(step: Change) -> str:
+def _describe_step(step: Change, is_one_each: bool) -> str:
     smallest = format_percent(step.detectable / step.before)
     certainty = {
         Outcome.CHANGED: f" (95 % interval: {_format_interval(step)}).",
         Outcome.SAME: f". A change of {smallest} or more would have been found.",
         Outcome.UNKNOWN: (
-            f". That may be noise: these runs can only show changes of {smallest} or more."
+            f". One run of each side cannot tell a change of the step below {smallest} from noise"
+            " between runs."
+            if is_one_each
+            else f". That may be noise: these runs can only show changes of {smallest} or more."
         ),
     }
     times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"
@@ -114,9 +121,11 @@ def _describe_changes(compared: Comparison, step: Change) -> str:
         f"{measure.kind.value} {measure.name} {_format_signed(change.difference, measure)}"
         for measure, change in compared.list_changed(*DETAILS, Kind.MEMORY)[:_MAX_NAMED]
     ]
-    begin = "Changed parts"
-    if step.outcome is Outcome.CHANGED:
-        begin = f"Parts of {_format_signed(step.difference, STEP)}"
+    begin = (
+        f"Parts of {_format_signed(step.difference, STEP)}"
+        if step.outcome is Outcome.CHANGED
+        else "Changed parts"
+    )
     sentences = [f"{begin}: {', '.join(parts)}."] if parts else []
     sentences += [f"Largest other changes: {', '.join(details)}."] if details else []
     return sanitize_line(" ".join(sentences))
@@ -292,7 +301,9 @@ def _format_value(value: float, measure: Measure) -> float | str:
 
 
 def _format_signed(value: float, measure: Measure) -> str:
-    return f"{'+' if value >= 0 else '-'}{measure.format(abs(value))}"
+    # A difference that rounds to zero has no direction.
+    is_less = value < 0 and measure.format(-value) != measure.format(0.0)
+    return f"{'-' if is_less else '+'}{measure.format(abs(value))}"
 
 
 def _format_interval(change: Change) -> str:
@@ -303,7 +314,7 @@ def _format_interval(change: Change) -> str:
 
 def build_notes(compared: Comparison) -> list[str]:
     """Return sentences on what limits the comparison."""
-    found = list(compared.notes)
+    found = list(dict.fromkeys(compared.notes))
     for name, only in (("before", compared.only_before), ("after", compared.only_after)):
         if only:
             names = ", ".join(sanitize_line(_label_measure(each)) for each in only[:_MAX_NAMED])
