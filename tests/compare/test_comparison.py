@@ -257,11 +257,17 @@ def test_page_has_no_script(runs: Path, tmp_path: Path) -> None:
     assert "<script" not in text
     assert "typical step" in text
     assert text.index("NEW</b> <span>SLOW RANK rank 1") < text.index("A typical step took")
-    assert text.count("<polyline ") == 2
-    assert re.search(
-        r'aria-label="Vertical: 0 to [\d.]+ ms\. Horizontal: 64 steps\. Dashed: before\."',
-        text,
-    )
+    chart = text.partition('id="over-time"')[2].partition("</section>")[0]
+    labels = re.findall(r"<text [^>]*>([^<]*)", chart)
+    assert labels[0] == "0 ms"
+    assert 3 <= sum(each.endswith(" ms") for each in labels) <= 4
+    assert labels[labels.index("step") + 1 :] == ["0", "20", "40", "60"]
+    assert re.findall(r"</svg>([^<]+)</li>", chart) == [
+        "before (dashed): run-0",
+        "after (solid): run-0",
+    ]
+    assert chart.count("<polyline ") == 4  # Two lines, and their samples in the legend.
+    assert re.search(r'aria-label="Step times of two runs, 0 to [\d.]+ ms, over 64 steps"', text)
     assert text.count(">simulation<") == 8
 
 

@@ -17,6 +17,7 @@ from torchlens_perf.compare.screens import (
 )
 from torchlens_perf.page.document.html import build_static_document
 from torchlens_perf.page.document.write import write_page_file
+from torchlens_perf.page.small_charts import round_marks
 from torchlens_perf.verdicts.kinds import BAD, GOOD, WARNING
 from torchlens_perf.view.html import (
     build_figure,
@@ -78,7 +79,7 @@ def _build_chart(compared: Comparison) -> Element | None:
     before, after = (side[0].report["history"] for side in (compared.before, compared.after))
     if before is None or after is None:
         return None
-    top_s = max(*before["median_s"], *after["median_s"])
+    top_s = 1.08 * max(*before["median_s"], *after["median_s"])
     end = max(each["first_steps"][-1] + each["width"] for each in (before, after))
     lines = [
         tag(
@@ -93,16 +94,55 @@ def _build_chart(compared: Comparison) -> Element | None:
         )
         for side, history in (("before", before), ("after", after))
     ]
-    steps = max(side[0].report["steps"]["made"] for side in (compared.before, compared.after))
-    words = f"Vertical: 0 to {format_duration(top_s)}. Horizontal: {steps} steps. Dashed: before."
-    chart = tag(
-        "svg", lines, class_="over-time", viewBox=f"0 0 {end} 100", preserveAspectRatio="none",
-        role="img", aria_label=words,
-    )  # fmt: skip
+    y_axis = [
+        [
+            tag("line", x2="100%", y1=y, y2=y),
+            tag("text", f"{1e3 * seconds:g} ms", x=-6, y=y, dy="0.3em", text_anchor="end"),
+        ]
+        for seconds in round_marks(top_s, 4)
+        for y in [f"{100 * (1 - seconds / top_s):.2f}%"]
+    ]
+    x_axis = [
+        tag(
+            "text",
+            f"{step:g}",
+            x=f"{100 * step / end:.2f}%",
+            y="100%",
+            dy="1.5em",
+            text_anchor="middle",
+        )
+        for step in round_marks(end, 5)
+        if step == round(step)
+    ]
+    legend = [
+        tag(
+            "li",
+            tag("svg", tag("polyline", points="0,6 28,6", class_=side), width=28, height=12),
+            f"{side} ({how}): {runs[0].run.run_id}",
+        )
+        for side, how, runs in (
+            ("before", "dashed", compared.before),
+            ("after", "solid", compared.after),
+        )
+    ]
     return build_section(
         "over-time",
         "Step times",
-        build_figure(None, "Medians of the ranks, in the first run of each side", words, chart),
+        build_figure(
+            None,
+            "Medians of the ranks, in the first run of each side",
+            tag("ul", legend, class_="legend"),
+            tag(
+                "svg",
+                y_axis,
+                tag("text", "step", x=-16, y="100%", dy="1.5em", text_anchor="end"),
+                x_axis,
+                tag("svg", lines, viewBox=f"0 0 {end} 100", preserveAspectRatio="none"),
+                class_="over-time",
+                role="img",
+                aria_label=f"Step times of two runs, 0 to {format_duration(top_s)}, over {end} steps",
+            ),
+        ),
     )
 
 

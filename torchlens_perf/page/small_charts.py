@@ -89,7 +89,7 @@ def draw_step_chart(
         _svg_text(8, 15, f"{title}{range_words}{slow_words}", "t"),
         tag("path", class_="s", d="".join(shades)),
     ]
-    for seconds in _round_marks(top_s, 4):
+    for seconds in round_marks(top_s, 4):
         y, (number, unit) = (
             _TOP + _PLOT_HEIGHT * (1 - seconds / top_s),
             format_duration(seconds).split(),
@@ -104,13 +104,13 @@ def draw_step_chart(
     parts.append(_svg_text(_LEFT - 6, height - 6, "step", anchor="end"))
     parts += [
         _svg_text(place(round(step)), height - 6, f"{step:.0f}", anchor="middle")
-        for step in _round_marks(last + 1, 6)
+        for step in round_marks(last + 1, 6)
         if step >= first and step == round(step)
     ]
     return _svg_document(height, parts), says
 
 
-def _round_marks(end: float, most: int) -> list[float]:
+def round_marks(end: float, most: int) -> list[float]:
     """Return 0 and the multiples of a round number up to `end`, at most `most` of them."""
     power = 10.0 ** math.floor(math.log10(end / most))
     size = next(each * power for each in (1, 2, 5, 10) if each * power * most >= end)
