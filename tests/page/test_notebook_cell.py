@@ -42,7 +42,7 @@ TAGS: dict[str, set[str]] = {
 STYLES = {
     "border-left": r"4px solid #[0-9a-f]{6}", "padding-left": r"\d+px", "margin": r"\d+px \d+px", "max-width": r"100%",
     "background-color": r"#[0-9a-f]{6}", "color": r"#ffffff", "padding": r"\d+px \d+px", "border-radius": r"\d+px",
-    "font-size": r"\d+px", "font-family": r"system-ui, sans-serif",
+    "font-size": r"\d+px", "font-family": r"system-ui, sans-serif", "overflow-x": "auto",
 }  # fmt: skip
 VOID = {"br", "img"}
 SVG = {"svg", "style", "rect", "title", "text", "path", "polyline", "polygon", "circle"}
@@ -125,7 +125,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any]) -> None:
     """The order is verdict, numbers, notes and path."""
-    page = Page(build_cell(report, "/runs/one"))
+    cell = build_cell(report, "/runs/one")
+    page = Page(cell)
     (first,) = build_headlines(report, "/runs/one")
 
     assert "SLOW RANK rank 1" in page.words
@@ -139,6 +140,7 @@ def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any])
     assert f"{report['quality']['overhead_share']:.2%} of step time" in page.words
     assert "something is not measured" in page.words
     assert "run directory: /runs/one" in page.words
+    assert '<div style="overflow-x: auto"><table>' in cell  # On a phone, the table scrolls inside.
     assert "Page: torchlens-perf serve /runs/one" in page.words
     assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page.words)
 

@@ -148,7 +148,11 @@ def _build_numbers_table(report: Report) -> Element:
     }
     heads = tag("tr", [tag("th", name) for name in numbers])
     values = tag("tr", [tag("td", value) for value in numbers.values()])
-    return tag("table", tag("thead", heads), tag("tbody", values))
+    return tag(
+        "div",
+        tag("table", tag("thead", heads), tag("tbody", values)),
+        style="overflow-x: auto",
+    )
 
 
 def _build_notes(notes: Sequence[str]) -> Element | None:
