@@ -15,9 +15,11 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.compare.changes import Outcome
 from torchlens_perf.compare.comparison import build_comparison, compare_runs
 from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure, compute_by_rank
+from torchlens_perf.compare.page import build_body
 from torchlens_perf.compare.screens import build_headline, build_notes, build_tables
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.view.markup import to_html
 from torchlens_perf.view.rank_tables import build_rank_table
 
 SLOWER = ("--fault", "constant:rank=1,share=0.4,phase=forward,since=0")
@@ -269,6 +271,17 @@ def test_page_has_no_script(runs: Path, tmp_path: Path) -> None:
     assert chart.count("<polyline ") == 4  # Two lines, and their samples in the legend.
     assert re.search(r'aria-label="Step times of two runs, 0 to [\d.]+ ms, over 64 steps"', text)
     assert text.count(">simulation<") == 8
+
+
+def test_chart_of_a_long_run_has_plain_step_numbers(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
+    history = compared.before[0].report["history"]
+    assert history is not None
+    steps = [each * 100_000 for each in history["first_steps"]]
+    long = {**compared.before[0].report, "history": {**history, "first_steps": steps}}
+    body = to_html(build_body(replace(compared, before=[replace(compared.before[0], report=long)])))
+    assert re.findall(r">(\d000000)</text>", body) == ["2000000", "4000000"]
+    assert "e+06" not in body
 
 
 def test_compute_time_of_ranks_is_that_of_the_report(runs: Path) -> None:

@@ -105,7 +105,7 @@ def _build_chart(compared: Comparison) -> Element | None:
     x_axis = [
         tag(
             "text",
-            f"{step:g}",
+            f"{step:.0f}",
             x=f"{100 * step / end:.2f}%",
             y="100%",
             dy="1.5em",
