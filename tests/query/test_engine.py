@@ -55,6 +55,33 @@ def test_text_and_csv_have_the_same_values(runs: Path, capsys: pytest.CaptureFix
     assert rows == [["rank", "steps"], ["0", "20"], ["1", "20"]]
 
 
+def test_text_is_aligned_left_and_numbers_right(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sql = (
+        "SELECT * FROM (VALUES ('a', 7, true, 1.25), ('name', NULL, false, 20.25)) AS t(n, v, b, d)"
+    )
+    assert main(["query", str(runs / "run-0"), sql]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  n     v  b         d",
+        "  a     7  True   1.25",
+        "  name  -  False  20.2",
+    ]
+
+
+def test_wide_table_is_cut_to_the_width_with_a_hint(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A long text is wrapped, so that it needs little room."""
+    numbers = ", ".join(f"{10**9 + at} AS c{at}" for at in range(30))
+    sql = f"SELECT repeat('word ', 40) AS words, {numbers} FROM range(60)"
+    assert main(["query", str(runs / "run-0"), sql]) == 0
+    *table, hint = capsys.readouterr().out.splitlines()
+    assert max(map(len, table)) <= 118
+    assert table[1].split() == ["words", *(f"c{at}" for at in range(6))]
+    assert hint == "  10 more rows, 24 more columns: --csv and --json print all"
+
+
 def test_value_that_is_not_finite_is_null_in_json(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

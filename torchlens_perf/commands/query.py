@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torchlens_perf.query.files import Rows
 
 _SHOWN_ROWS = 50
+_NUMBERS = {int, float, decimal.Decimal, type(None)}
+"""Types of numbers, which are aligned right. A null fits any type."""
 _EXTRAS = {"duckdb": ("query", ["duckdb"]), "spark": ("spark", ["pyspark", "sqlglot"])}
 """The extra and the packages that each engine needs."""
 
@@ -65,6 +67,7 @@ def _list_runs(named: list[str]) -> list[str]:
 
 
 def _print_table(found: Rows) -> None:
+    """Print the first rows, and the first columns if not all fit."""
     from torchlens_perf.view.specs import Column, Quantity, Table
     from torchlens_perf.view.terminal import print_lines, table_lines
 
@@ -72,15 +75,19 @@ def _print_table(found: Rows) -> None:
     columns = [
         Column(
             name,
-            [
-                each if each is None or isinstance(each, (int, float)) else str(each)
-                for each in column
-            ],
-            Quantity.NUMBER,
+            [each if type(each) in _NUMBERS else str(each) for each in column],
+            Quantity.NUMBER if _NUMBERS.issuperset(map(type, column)) else Quantity.TEXT,
+            optional=at,
+            wraps=True,
         )
-        for name, column in zip(found.names, values, strict=True)
+        for at, (name, column) in enumerate(zip(found.names, values, strict=True))
     ]
-    table = Table("query", format_count(len(found.rows), "row"), columns, first=_SHOWN_ROWS)
+    table = Table(
+        "query",
+        format_count(len(found.rows), "row"),
+        columns,
+        hint=": --csv and --json print all",
+    )
     print_lines(lambda width: table_lines(table, width, _SHOWN_ROWS), sys.stdout)
 
 
@@ -94,8 +101,9 @@ def _to_csv(value: object) -> object:
 
 def _to_json(value: object) -> object:
     """Return a value for JSON: decimals as floats, and null for NaN and infinity."""
-    value = float(value) if isinstance(value, decimal.Decimal) else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if not isinstance(value, (float, decimal.Decimal)):
+        return value
+    return float(value) if math.isfinite(value) else None
 
 
 COMMAND = Command(

@@ -104,12 +104,10 @@ class Column:
             / scale
         )
         digits = 0 if largest >= 100 else 1 if largest >= 10 else 2
-        texts = [self._text(value, scale, digits) for value in self.values]
-        return (
-            [f"{mark}{text}" for mark, text in zip(self.marks, texts, strict=True)]
-            if self.marks
-            else texts
-        )
+        return [
+            f"{mark}{self._text(value, scale, digits)}"
+            for mark, value in zip(self.marks or [""] * len(self.values), self.values, strict=True)
+        ]
 
     def _scale(self) -> tuple[float, str]:
         if self.quantity is not Quantity.DURATION:
@@ -162,6 +160,8 @@ class Table:
     """Noun for a row, in the singular."""
     ranged: str = ""
     """Title of the column whose range describes the hidden rows."""
+    hint: str = ""
+    """Text behind the numbers of hidden rows and columns. Without it, only rows are counted."""
 
     @property
     def rows(self) -> int:

@@ -138,8 +138,9 @@ def render_short(
     page: path of the run's page, if one is written. most: see short_report_lines().
     """
     width = columns or _PLAIN_WIDTH
-    lines = short_report_lines(report, run_dir, width, color=color, page=page, most=most)
-    return lines_to_text(lines, color=color)
+    return lines_to_text(
+        short_report_lines(report, run_dir, width, color=color, page=page, most=most), color=color
+    )
 
 
 def lines_to_text(lines: Iterable[Text], *, color: bool) -> str:
@@ -294,8 +295,10 @@ def _title_line(report: Report) -> Text:
         within = f" in {format_run_duration(lasted_s)}"
     attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
     program = f"{sanitize_line(run['program'])}  " if run["program"] else ""
-    text = f"{program}{describe_ranks(run)}, {step_count_text(report)}{within}{attempt}, "
-    text += join_state(f"{state}{after}", ranks)
+    text = (
+        f"{program}{describe_ranks(run)}, {step_count_text(report)}{within}{attempt},"
+        f" {join_state(f'{state}{after}', ranks)}"
+    )
     return Text.assemble(("torchlens_perf  ", "bold"), sanitize_line(text))
 
 
@@ -497,14 +500,16 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
     unit = units.pop() if len(units) == 1 else ""
     columns = [(column.title if unit else column.heading, column) for column in shown.columns]
     while any(column.optional for _, column in columns) and width < sum(
-        2 + max(map(cell_len, (heading, *column.texts()))) for heading, column in columns
+        2
+        + min(
+            max(map(cell_len, (heading, *column.texts()))),
+            _MIN_NAME if column.wraps and column.is_text else width,
+        )
+        for heading, column in columns
     ):
         columns.remove(max(columns, key=lambda each: each[1].optional))
-    cells = [column.texts() for _, column in columns]
-    widths = [
-        max(map(cell_len, (heading, *texts)))
-        for (heading, _), texts in zip(columns, cells, strict=True)
-    ]
+    cells = [[heading, *column.texts()] for heading, column in columns]
+    widths = [max(map(cell_len, texts)) for texts in cells]
     names = [at for at, (_, column) in enumerate(columns) if column.is_text]
     while (
         names
@@ -512,20 +517,21 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
         and max(widths[at] for at in names) > _MIN_NAME
     ):
         widths[max(names, key=lambda at: widths[at])] -= 1
-    lines = [Text(f"  {sanitize_line(table.title)}{f', {unit}' if unit else ''}", style="bold"),
-             _row_line([sanitize_line(heading) for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
-    for row in range(shown.rows):
+    lines = [Text(f"  {sanitize_line(table.title)}{f', {unit}' if unit else ''}", style="bold")]
+    for row in range(shown.rows + 1):
         folded = [
             _fold(sanitize_line(texts[row]), room)
             for texts, room in zip(cells, widths, strict=True)
         ]
-        style = SEVERITIES[BAD].terminal if row in shown.slow else ""
+        style = SEVERITIES[BAD].terminal if row - 1 in shown.slow else "" if row else "dim"
         lines += [
             _row_line(texts, columns, widths, style)
             for texts in itertools.zip_longest(*folded, fillvalue="")
         ]
-    rest = table.describe_hidden_rows(shown.rows)
-    return [*lines, Text(f"  {rest}", style="dim")] if rest else lines
+    left = (len(table.columns) - len(columns)) * bool(table.hint)
+    hidden = table.describe_hidden_rows(shown.rows), format_count(left, "more column") * bool(left)
+    rest = ", ".join(filter(None, hidden))
+    return [*lines, Text(f"  {rest}{table.hint}", style="dim")] if rest else lines
 
 
 def _fold(text: str, width: int) -> list[str]:
