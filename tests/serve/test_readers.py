@@ -16,6 +16,7 @@ from tests.support.busy_machine import PROCESSORS, busy_machine
 from tests.support.leftovers import eventually
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.serve import run_list
+from torchlens_perf.serve.reader_activity import ReaderActivity
 from torchlens_perf.serve.readers import ReaderPool
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import FoundRun, NotFoundError
@@ -324,3 +325,11 @@ def test_run_is_read_again_after_its_disk_answers(
             await asyncio.sleep(0.1)
 
     in_loop(work)
+
+
+def test_call_that_has_just_begun_has_no_times() -> None:
+    activity = ReaderActivity()
+    activity.begin(os.getpid())
+    activity.update()
+
+    assert activity.describe() == "still reading"

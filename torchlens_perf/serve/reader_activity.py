@@ -58,14 +58,16 @@ class ReaderActivity:
 
     def describe(self) -> str:
         """Return what takes the time of the call."""
-        if not self.pid:
-            return "a reader process is being started"
         total_s = self._runnable_s + self._disk_s
+        if not self.pid or total_s < 0.5:
+            return "still reading" if self.pid else "a reader process is being started"
         if self._disk_s > self._runnable_s:
             return f"still reading: waited {self._disk_s:.0f} of {total_s:.0f} s for the disk"
-        words = f"still reading: needed {self.cpu_s:.0f} s of CPU time in {total_s:.0f} s"
         is_contended = self.cpu_s < self._runnable_s / 2
-        return words + (", because other processes use the CPUs" if is_contended else "")
+        return (
+            f"still reading: needed {self.cpu_s:.1f} s of CPU time in {total_s:.0f} s"
+            f"{', because other processes use the CPUs' if is_contended else ''}"
+        )
 
 
 def _count_reads(pid: int) -> int:
