@@ -328,6 +328,13 @@ def test_run_that_ended_in_a_hang_is_shown_as_hanging() -> None:
     assert "The job hung in step 57 for 60.0 s, and ended in it." in words(text)
 
 
+def test_hang_that_is_over_has_its_cost_once() -> None:
+    text = words(short(node([usual(77)] * 2, records=hung(60.0, over=True))))
+
+    assert "cost 60.0 s = 100% of all step time evidence" in text
+    assert text.count("of all step time") == 1
+
+
 @pytest.mark.parametrize("html", [True, False])
 def test_rank_0_prints_the_short_report(html: bool, run: RunDirectory, tmp_path: Path) -> None:
     """The colours are those that the terminal of rank 0 supports.

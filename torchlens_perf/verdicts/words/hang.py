@@ -56,19 +56,19 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
     """The answer of NCCL's RAS service; "" without one."""
 
     def describe(self, verdict: Verdict) -> list[str]:
-        where = _capitalize("; ".join(self.places))
-        return [*self.explain(verdict), where and f"{where}."]
+        where, share = _capitalize("; ".join(self.places)), verdict.cost_share or 0.0
+        first, *others = self.explain(verdict)
+        if self.went_on and share >= WORTH_A_LINE:
+            first = f"{first.removesuffix('.')}: {format_percent(share)} of all step time."
+        return [first, *others, where and f"{where}."]
 
     def explain(self, verdict: Verdict) -> list[str]:
         if verdict.kind == "hang":
             return [f"{self.opening}.", self.finding, *self.witnesses]
         lasted = f" for {format_duration(self.since_s)}" if self.since_s else ""
         then = {True: ", and went on", False: ", and ended in it", None: ""}[self.went_on]
-        share = verdict.cost_share or 0.0
-        is_costly = self.went_on and share >= WORTH_A_LINE
-        cost = f": {format_percent(share)} of all step time" if is_costly else ""
         return [
-            f"The job hung in step {self.step}{lasted}{then}{cost}.",
+            f"The job hung in step {self.step}{lasted}{then}.",
             self.finding,
             *self.witnesses,
         ]
