@@ -112,9 +112,10 @@ def test_most_valuable_changes_are_a_table_in_the_unit_of_the_step(
 ) -> None:
     assert main(["what-if", str(run)]) == 0
     text = capsys.readouterr().out
-    sentence, title, *_ = text.splitlines()
+    sentence, _, title, *_, note, _ = text.splitlines()
     assert sentence.startswith("If ")
     assert title.strip() == "Predicted gains of changes, ms"
+    assert note.strip() == "Each change alone: gains may overlap, so they do not add up."
 
 
 def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def _print_gains(lost: LostTime, found: list[PredictedChange], asked: list[Chang
     """Print the prediction for all changes together, or the found ones if no change was asked for."""
     from torchlens_perf.analysis.statistics.quantities import format_percent
     from torchlens_perf.view.lost_time_tables import build_gain_table
-    from torchlens_perf.view.terminal import print_lines, table_lines
+    from torchlens_perf.view.terminal import noted_table_lines, print_lines
 
     if found:
         print(printable(_describe_gain(asked, found[0], lost.step_s)))
@@ -112,7 +112,7 @@ def _print_gains(lost: LostTime, found: list[PredictedChange], asked: list[Chang
         print("No single change would gain more than the uncertainty of its prediction.")
     if found and not asked:
         table = build_gain_table(found, lost.step_s)
-        print_lines(lambda width: table_lines(table, width, len(found)), sys.stdout)
+        print_lines(lambda width: noted_table_lines(table, width, len(found)), sys.stdout)
     print(
         "A replay without changes reproduces the recorded steps within"
         f" {format_percent(lost.drift_share)}."

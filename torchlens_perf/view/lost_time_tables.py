@@ -53,7 +53,13 @@ def build_gain_table(changes: Sequence[PredictedChange], step_s: float) -> Table
         Column("at most", [each.high_s for each in changes], unit_of=step_s),
         Column("share of step", [each.share for each in changes], Quantity.CHANGE),
     ]
-    return Table("changes", "Predicted gains of changes", columns, noun="change")
+    return Table(
+        "changes",
+        "Predicted gains of changes",
+        columns,
+        note="Each change alone: gains may overlap, so they do not add up." * (len(changes) > 1),
+        noun="change",
+    )
 
 
 def _class_name(each: PathClass) -> str:

@@ -86,7 +86,7 @@ def print_tables(
         yield Text("")
         yield from verdict_lines(head, width)
         for table in tables:
-            yield from _noted_table_lines(table, width, table.first or table.rows)
+            yield from noted_table_lines(table, width, table.first or table.rows)
         yield Text("")
         for note in notes:
             yield from _wrap_field("note", note, width)
@@ -200,7 +200,7 @@ def short_report_lines(
         # A table has 4 other lines: an empty line, the title, the headings, and a line on hidden
         # rows.
         room = most - len(lines) - len(end) - len([*_wrap_text(table.note, width, 2)]) - 4
-        block = [*_noted_table_lines(table, width, min(table.first or table.rows, max(0, room)))]
+        block = [*noted_table_lines(table, width, min(table.first or table.rows, max(0, room)))]
         if room >= min(_MIN_ROWS, table.rows) and len(lines) + len(block) + len(end) <= most:
             lines += block
     return [*lines, *end]
@@ -259,7 +259,7 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     yield from bar_lines(report, choose_headline(found), width, color=color)
     yield from _heat_map_lines(report["heat"], width)
     for table in build_tables(report):
-        yield from _noted_table_lines(table, width, table.first or table.rows)
+        yield from noted_table_lines(table, width, table.first or table.rows)
     yield Text("")
     yield _labelled_line("columns", "are explained in docs/guides/read-the-report.md")
     yield from _recording_lines(report, width)
@@ -277,7 +277,7 @@ def _wrap_first(
         yield from _wrap_field("", f"{len(texts) - most} {rest}: --json", width)
 
 
-def _noted_table_lines(table: Table, width: int, rows: int) -> Iterator[Text]:
+def noted_table_lines(table: Table, width: int, rows: int) -> Iterator[Text]:
     """Yield an empty line, the first rows of a table, and its note."""
     yield Text("")
     yield from table_lines(table, width, rows)
