@@ -104,6 +104,10 @@ def _processes(argument: str) -> list[int]:
 def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     """Wait until the condition is true. Return False after a timeout."""
     deadline_s = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    while time.monotonic() < deadline_s:
+        begun_s = time.monotonic()
+        if condition():
+            return True
+        # A condition that takes long, such as a report, is tested less often.
+        time.sleep(max(0.02, 4 * (time.monotonic() - begun_s)))
     return condition()
