@@ -144,7 +144,22 @@ def test_recently_slow_rank_has_an_excess_in_the_latest_window(tmp_path: Path) -
     assert ranks[0] == 2
     assert latest[0] == pytest.approx(0.3, abs=0.05)
     assert all(each is None or 0 < each < 0.05 for each in latest[1:])
-    assert [len(str(each)) > 9 for each in column(table, "").values] == [True, False, False, False]
+    assert [len(str(each)) > 9 for each in column(table, "").values] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_no_column_is_blank_in_a_hang_without_an_excess(view: View) -> None:
+    """The bars of the latest excess have no heading, so they are left out."""
+    heat: Any = report_of(view)["heat"]
+    level = {**heat, "ranks": [{**row, "excess": [0.0] * 3} for row in heat["ranks"]]}
+    hang = verdict("hang", "No step for 12 s.", rank=1, evidence=HANG)
+    table, _ = build_rank_list(with_report(view, heat=level, verdicts=[hang]))
+
+    assert all(any(each.texts()) for each in table.columns)
 
 
 def test_latest_window_with_too_few_steps_is_left_out(view: View) -> None:

@@ -17,7 +17,7 @@ from torchlens_perf.verdicts.kinds import BAD
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.rank_tables import build_device_table, build_rank_table
-from torchlens_perf.view.specs import Column, Quantity, Table, Value
+from torchlens_perf.view.specs import Column, Quantity, Table, Value, columns_if
 from torchlens_perf.view.theme import FULL_EXCESS
 
 if TYPE_CHECKING:
@@ -97,12 +97,16 @@ def _excess_columns(
             0.04,
             f"{help_}, as a share of it, in the latest window.",
         ),
-        Column(
-            " " * _BAR,
-            bars,
-            Quantity.TEXT,
-            0.05,
-            f"The same; a full bar is {FULL_EXCESS:.0%} or more.",
+        # Without an excess, as in a hang, this column would be blank.
+        *columns_if(
+            any(bars),
+            Column(
+                " " * _BAR,
+                bars,
+                Quantity.TEXT,
+                0.05,
+                f"The same; a full bar is {FULL_EXCESS:.0%} or more.",
+            ),
         ),
         Column(
             "over the run",
