@@ -71,7 +71,6 @@ def _print_table(found: Rows) -> None:
     from torchlens_perf.view.specs import Column, Quantity, Table
     from torchlens_perf.view.terminal import print_lines, table_lines
 
-    values = list(zip(*found.rows, strict=True)) or [()] * len(found.names)
     columns = [
         Column(
             name,
@@ -80,7 +79,8 @@ def _print_table(found: Rows) -> None:
             optional=at,
             wraps=True,
         )
-        for at, (name, column) in enumerate(zip(found.names, values, strict=True))
+        for at, name in enumerate(found.names)
+        for column in [[row[at] for row in found.rows]]
     ]
     table = Table(
         "query",
