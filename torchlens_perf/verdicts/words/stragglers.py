@@ -406,7 +406,7 @@ def _compare_times(slow: StragglerEvidence, phase: str | None, it: str) -> str:
         )
     if phase in _COMPUTING:
         return f"{it} computes {mine} per step, {others} {theirs}"
-    return f"{it} takes {mine} per step without comm wait, {others} {theirs}"
+    return f"{its} step without comm wait takes {mine}, on {others} {theirs}"
 
 
 def _compute_confidence(episode: Episode) -> float:
