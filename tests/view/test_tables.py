@@ -11,7 +11,11 @@ from msgspec import structs
 from tests.report.test_held import node
 from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
-from torchlens_perf.analysis.statistics.quantities import format_change, format_duration
+from torchlens_perf.analysis.statistics.quantities import (
+    format_change,
+    format_duration,
+    format_rounded,
+)
 from torchlens_perf.report.build import build_report
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.verdicts.words.report import LostTime, PathClass, Report
@@ -192,6 +196,12 @@ def test_slow_ranks_on_the_critical_path_do_not_look_like_one_number() -> None:
     table = build_critical_path_table(report)
     assert table is not None
     assert table.columns[0].values == ["slow ranks 17, 700"]
+
+
+def test_rounded_numbers_have_three_digits() -> None:
+    values = (4.003, 3.914, 12.0, 123.4, 999.7, 4540.2, 0.5)
+    expected = ["4.00", "3.91", "12", "123", "1,000", "4,540", "0.500"]
+    assert list(map(format_rounded, values)) == expected
 
 
 def test_change_that_rounds_to_zero_has_no_minus() -> None:

@@ -74,7 +74,14 @@ def _print_table(found: Rows) -> None:
     columns = [
         Column(
             name,
-            [each if type(each) in _NUMBERS else str(each) for each in column],
+            [
+                float(each)
+                if isinstance(each, decimal.Decimal)
+                else each
+                if type(each) in _NUMBERS
+                else str(each)
+                for each in column
+            ],
             Quantity.NUMBER if _NUMBERS.issuperset(map(type, column)) else Quantity.TEXT,
             optional=at,
             wraps=True,

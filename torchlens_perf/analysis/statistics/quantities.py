@@ -25,8 +25,10 @@ def format_change(share: float) -> str:
 
 
 def format_rounded(value: float) -> str:
-    """Format a number with at least three significant digits and no exponent: "4,540", "19.4"."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    """Format a number with three significant digits or all digits of its whole part, without an
+    exponent: "4,540", "19.4", "4.00". A whole number has no point.
+    """
+    return f"{value:,.0f}" if abs(value) >= 999.5 or value % 1 == 0 else f"{value:#.3g}".rstrip(".")
 
 
 def format_run_duration(seconds: float) -> str:
