@@ -72,7 +72,7 @@ def test_text_is_aligned_left_and_numbers_right(
 def test_wide_table_is_cut_to_the_width_with_a_hint(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A long text is wrapped, so that it needs little room."""
+    """A long text is wrapped and needs little room."""
     numbers = ", ".join(f"{10**9 + at} AS c{at}" for at in range(30))
     sql = f"SELECT repeat('word ', 40) AS words, {numbers} FROM range(60)"
     assert main(["query", str(runs / "run-0"), sql]) == 0

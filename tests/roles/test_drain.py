@@ -71,7 +71,7 @@ def test_next_sidecar_continues_after_the_last_event(run: RunDirectory) -> None:
 
 
 def test_lost_events_are_in_the_footer(run: RunDirectory) -> None:
-    """The process is running, so that the sidecar reads its file while events are written."""
+    """The process is running: the sidecar reads its file while events are written."""
     pid = 1
     file = open_file(run, f"rollout-{pid}-{process_start_ticks(pid)}", "rollout")
     for sample in range(CAPACITY + 7):

@@ -325,7 +325,7 @@ class TestNoRankIsReported:
             assert abs(found.until_step - 70) <= 10
 
     def test_episode_ends_when_its_excess_may_be_chance(self) -> None:
-        """Steps vary by 10 %, so that what is left of a short excess says little."""
+        """Steps vary by 10 %: what is left of a short excess says little."""
         for seed in (25, 40, 41, 59):
             job = Job.of(2, 240, seed=seed, noise=0.1).slow(1, 70, "compute", slice(64, 76))
             assert all(each.is_over for each in job.judge().episodes if each.rank == 1)
