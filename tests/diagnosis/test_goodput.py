@@ -251,7 +251,7 @@ def test_energy_is_divided_by_steps_and_tokens_or_not_measured() -> None:
     table = next(
         each for each in build_tables(build_report("run", [state])) if each.key == "goodput"
     )
-    assert table.note == "Energy: 20 J per step, 0.5 J per token."
+    assert table.note == "Energy: 20 J per step, 0.500 J per token."
     operators.workload_steps = 39
     found = build_report("run", [state])["goodput"]
     assert found is not None
