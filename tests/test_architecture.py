@@ -57,6 +57,8 @@ def test_package_issues_no_collective() -> None:
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which the user requests.
         ("cuda.device", "all_reduce"),
         ("cuda.device", "new_group"),
+        ("actions.agents", "loads"),
+        ("actions.ledger", "loads"),
         ("results.alerts", "loads"),  # This and the following entries load JSON, not pickles.
         ("results.ask", "loads"),
         ("results.run", "loads"),

@@ -149,10 +149,6 @@ NO_CODE = {
     ("README.md", "torchlens_perf  simulation"): "a report: tests/docs/test_shown_reports.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
     (
-        "docs/internals/accuracy.md",
-        "planted faults: 1 of 2",
-    ): "output of simulate: tests/simulate/test_planted.py",
-    (
         "docs/reference/run-directory.md",
         "/dev/shm/",
     ): "a listing of files that are deleted when a run ends: tests/run",

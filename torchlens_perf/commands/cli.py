@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchlens_perf.commands import (
+    act,
     capture,
     compare,
     deploy_files,
@@ -207,6 +208,7 @@ _GROUPS = {
         query.COMMAND,
         compare.COMMAND,
     ),
+    "Act on verdicts": (act.ACT, act.OFFENDERS, act.MCP),
     "Set up": (_DOCTOR, _BUILD_TAP, deploy_files.COMMAND),
     "Try out and repair": (simulate.COMMAND, _SIDECAR),
 }

@@ -109,14 +109,6 @@ def _check_tap() -> Iterator[Check]:
     from torchlens_perf.hooks.collectives import process_group_hooks
     from torchlens_perf.recorder import native_tap
 
-    cache = os.environ.get("XDG_CACHE_HOME")
-    if cache is not None and not os.path.isabs(cache):
-        yield Check(
-            LIMITED,
-            "cache of native code",
-            f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored",
-            "set an absolute path",
-        )
     hooked = process_group_hooks.are_available()
     is_loaded = native_tap.load_tap() is not None
     finding = "native" + (", which costs less than torch's own hooks" if hooked else "")
@@ -341,12 +333,10 @@ def _check_ring_folder() -> list[Check]:
 def _check_run_directory() -> list[Check]:
     folder = default_folder().absolute()
     try:
-        existed = folder.exists()
         probe = directory.RunDirectory(folder / f".doctor-{os.getpid()}")
         probe.create()
         shutil.rmtree(probe.path)
-        if not existed:
-            folder.rmdir()
+        directory.remove_if_empty(folder)
     except RunStoreError as error:
         return [Check(BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a writable folder")]
     return [Check(OK, _STORED, f"in {folder}")]
@@ -396,6 +386,10 @@ def _check_stacks() -> list[Check]:
 def _check_nvtx_tools() -> list[Check]:
     import nvtx
 
-    listening = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor") is not None
-    without = "no tool is attached, so no NVTX calls are made"
-    return [Check(OK, "NVTX", "a tool is attached" if listening else without)]
+    attributes = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor")
+    finding = (
+        "a tool is attached"
+        if attributes is not None
+        else "no tool is attached, so no NVTX calls are made"
+    )
+    return [Check(OK, "NVTX", finding)]
