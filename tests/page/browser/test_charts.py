@@ -19,7 +19,7 @@ from tests.page.browser.conftest import (
     written,
 )
 from tests.page.browser.tab import Tab, need_browser
-from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
+from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS, recorded
 from tests.support.page_contents import enlarged
 from tests.support.page_matrices import Steps, decoded
 from torchlens_perf.analysis.statistics.quantities import (
@@ -28,6 +28,8 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.page.contents import PageContents
+from torchlens_perf.page.gather.run_contents import gather_contents
+from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.evidence import NoSlowRankEvidence
 from torchlens_perf.view.theme import FULL_EXCESS, MIN_EXCESS
@@ -188,7 +190,7 @@ def test_heat_map_colours_only_a_detectable_excess(
     quiet: Any = copy.deepcopy(wide)
     quiet["report"]["verdicts"] = [
         Verdict(
-            kind="none", confidence=0.9, evidence=NoSlowRankEvidence(64, 0.025, 8, 200, 0.1, "host")
+            kind="none", confidence=0.9, evidence=NoSlowRankEvidence(0.025, 64, 200, 0.1, "host")
         )
     ]
     of: Any = {}
@@ -335,6 +337,7 @@ def test_tooltip_of_each_chart_has_the_values_at_the_pointer(
     tab.page.mouse.move(*tab.at("steps", WIDE_SINCE + 10.5, 0.1))
     assert f"step {WIDE_SINCE + 10}" in tab.tip()
     assert f"rank {WIDE_SLOW} is slow in forward" in tab.tip()
+    tab.show("memory")
     tab.page.mouse.move(*tab.at("memory", 100.5, 2.6e9))
     assert f"rank {WIDE_SLOW}: 2.6 GB" in tab.tip() or f"rank {WIDE_SLOW}: 2.5 GB" in tab.tip()
     assert tab.problems == []
@@ -372,7 +375,7 @@ def test_timeline_shows_waits_and_the_last_rank_of_collectives(
     assert sorted(drawn) == pytest.approx(sorted(wait / 1e3 for wait in waits.values()), abs=2e-3)
     lasts = sum(joined["last_rank"] is not None for joined in step["collectives"])
     assert tab.value(f"{line}.laid.spans.filter(each => each.isLast).length") == lasts
-    words = tab.page.locator("figure[data-chart=step] figcaption").inner_text()
+    words = tab.page.locator("figure[data-chart=step] > p").first.inner_text()
     longest = max(step["ranks"], key=lambda trace: trace["duration_us"])
     assert words.startswith(
         f"Step {step['step']} takes {format_duration(longest['duration_us'] / 1e6)} on rank"
@@ -398,6 +401,41 @@ def test_collective_tooltip_has_its_last_rank(tab: Tab, shown: PageContents) -> 
     assert f"last to arrive: rank {joined['last_rank']}" in text
     assert f"waited {format_duration((joined['wait_us'][waiter] or 0) / 1e6)}" in text
     assert tab.value(f"{line}.laid.byKey.get({line}.pointed).length") == len(joined["wait_us"])
+
+
+def test_code_between_the_phases_of_a_step_is_shown(tab_of: TabOf, tmp_path: Path) -> None:
+    """A rank that hangs between two phases is not drawn as an empty row. Buttons zoom."""
+    contents = gather_contents(recorded(tmp_path, topology=Topology(2), steps=24))
+    step = copy.deepcopy(contents["traces"]["steps"][0])
+    late = step["ranks"][1]
+    for row in late["rows"]:
+        row["start_us"] = [start + 60e6 for start in row["start_us"]]
+    late["duration_us"] += 60e6
+    traces: Any = {**contents["traces"], "steps": [step]}
+    tab = tab_of(written(tmp_path, "hung", {**contents, "traces": traces}), phone=True).open()
+    tab.show("step")
+    line = tab.named("step")
+    gap = tab.value(f"{line}.laid.spans.filter(({{ name }}) => name === 'host code')")
+    assert [(each["rank"], round(each["right"] / 1e3)) for each in gap] == [(late["rank"], 60)]
+    assert "host code" in tab.page.locator("figure[data-chart=step] .legend").inner_text()
+    end = tab.value(f"{line}.window[1]")
+    tab.page.locator("#step").get_by_role("button", name="Zoom in").click()
+    assert tab.value(f"{line}.window[1]") < 0.8 * end
+
+
+def test_span_names_its_last_module_or_first_word_where_the_name_does_not_fit(tab: Tab) -> None:
+    tab.show("step")
+    width = "{ measureText: text => ({ width: 6 * text.length }) }"
+
+    def fitting(kind: str, name: str, room: int) -> Any:
+        span = f"{{ kind: '{kind}', key: '', name: '{name}' }}"
+        return tab.value(f"{tab.named('step')}.fitting({width}, {span}, {room})")
+
+    assert fitting("module", "blocks.12", 54) == "blocks.12"
+    assert fitting("module", "blocks.12", 50) == "12"
+    assert fitting("optimizer", "optimizer AdamW", 60) == "optimizer"
+    assert fitting("optimizer", "optimizer AdamW", 48) == "optimiz\u2026"
+    assert fitting("optimizer", "optimizer AdamW", 20) == ""
 
 
 def test_keys_zoom_and_move_the_timeline(tab: Tab) -> None:

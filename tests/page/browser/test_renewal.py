@@ -200,7 +200,8 @@ def test_step_not_in_the_page_is_requested_once_from_the_server(
     tab.settle()
     assert tab.value(f"{tab.named('step')}.trace.step") == wanted
     words = tab.page.locator("figure[data-chart=step] p.note")
-    assert "Shown because: asked for." in words.inner_text()
+    choice = tab.page.locator("select[name=recorded-step] option:checked")
+    assert choice.inner_text() == f"{wanted}: asked for"
     assert "no spans of step" not in words.inner_text()
     tab.page.get_by_role("spinbutton", name="any step").fill(str(missing))
     tab.page.keyboard.press("Tab")

@@ -408,6 +408,10 @@
     zoomBy(factor, at) {
       if (this.isOverSteps) this.page.zoomBy(factor, at);
     }
+    zoomButtons(all) {
+      const made = { "Zoom in": () => this.zoomBy(0.5), "Zoom out": () => this.zoomBy(2), [all]: () => this.whole() };
+      return Object.entries(made).map(([text, pressed]) => torchlens.button(text, pressed));
+    }
     scale(min, max) {
       this.plot.setScale("x", { min, max });
     }

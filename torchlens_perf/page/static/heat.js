@@ -148,9 +148,7 @@
         "div",
         { className: "controls" },
         ...this.choices.map(([, { label }]) => label),
-        torchlens.button("Zoom in", () => page.zoomBy(0.5)),
-        torchlens.button("Zoom out", () => page.zoomBy(2)),
-        torchlens.button("All steps", () => page.showAll()),
+        ...this.zoomButtons("All steps"),
       );
       this.place.before(controls);
       this.keys();

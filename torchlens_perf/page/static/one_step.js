@@ -33,8 +33,7 @@
     } else if (ranks.length > 1) {
       const waits = ranks.map((rank) => [blockedUs(rank), rank.rank]).sort(([one], [other]) => one - other);
       const [[least_us, least], [most_us, most]] = [waits[0], waits[waits.length - 1]];
-      if (most_us) text += `; rank ${most} has the longest comm wait, ${us(most_us)}`;
-      if (most_us && least_us) text += `, rank ${least} the shortest, ${us(least_us)}`;
+      if (most_us) text += `; rank ${most} waits ${us(most_us)} in collectives, rank ${least} ${us(least_us)}`;
     }
     return `${text}.`;
   };
@@ -51,7 +50,6 @@
     if (chosen !== null && !trace.ranks.some(({ rank }) => rank === chosen)) {
       text.push(`This page has no spans of rank ${chosen} in this step.`);
     }
-    text.push(`Shown because: ${short(trace.why, 80)}.`);
     if (trace.clock) text.push(short(trace.clock, 300));
     if (trace.ranks.some(({ offset_us }) => offset_us === null)) {
       text.push("* start not known, drawn at 0.");
@@ -70,8 +68,8 @@
       this.missing = new Map();
       const set = (step) => page.view.set({ step });
       this.choice = torchlens.choice("Step", "recorded-step", (value) => set(Number(value)));
-      this.before = torchlens.button("\u2039 Previous recorded step", () => this.next(-1));
-      this.after = torchlens.button("Next recorded step \u203a", () => this.next(1));
+      this.before = torchlens.button("\u2039 Previous", () => this.next(-1), { title: "Previous recorded step" });
+      this.after = torchlens.button("Next \u203a", () => this.next(1), { title: "Next recorded step" });
       this.element = element("div", { className: "controls" }, this.choice.label, this.before, this.after);
       if (page.isLive) {
         this.any = element("input", { type: "number", min: "0", name: "any-step", size: "8" });
@@ -136,7 +134,9 @@
     }
   }
 
-  function collectivesTable({ step, collectives, ranks_left_out }) {
+  // Returns the table below the timeline of a step of several ranks.
+  torchlens.stepTable = ({ step, ranks, collectives, ranks_left_out }) => {
+    if (ranks.length < 2) return element("div");
     if (!collectives.length) {
       return element("p", { className: "note", text: `No collective of step ${step} was joined over its ranks.` });
     }
@@ -158,31 +158,6 @@
       ["asynchronous", ({ asynchronous }) => (asynchronous ? "yes" : "no")],
     ];
     return torchlens.table(title, shown, columns, { first: FIRST_COLLECTIVES });
-  }
-
-  function ranksTable({ step, ranks, collectives }) {
-    const waited = ({ rank }) => {
-      const joined = collectives.filter(({ asynchronous }) => !asynchronous);
-      const waits = joined.map(({ wait_us }) => wait_us[rank]).filter((wait) => typeof wait === "number");
-      return waits.length ? us(waits.reduce((sum, wait) => sum + wait)) : "-";
-    };
-    return torchlens.table(`Step ${step} by rank`, ranks, [
-      ["rank", ({ rank }) => rank],
-      ["start after the first rank", ({ offset_us }) => us(offset_us)],
-      ["step", ({ duration_us }) => us(duration_us)],
-      ["wait in joined collectives", waited],
-      ["last to arrive in", ({ rank }) => collectives.filter(({ last_rank }) => last_rank === rank).length],
-      ["spans", ({ rows }) => rows.reduce((sum, { kind }) => sum + kind.length, 0)],
-    ]);
-  }
-
-  // Returns the tables below the timeline of a step.
-  torchlens.stepTables = (trace) => {
-    const made = element("div");
-    if (trace.ranks.length < 2) return made;
-    const ranks = element("details", {}, element("summary", { text: "The step as a table" }), ranksTable(trace));
-    made.append(collectivesTable(trace), ranks);
-    return made;
   };
 
   Object.assign(torchlens, { StepPicker, us, most });

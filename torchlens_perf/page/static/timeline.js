@@ -3,11 +3,12 @@
   const { duration, short, element, us } = torchlens;
   const ROW = 15;
   const GAP = 6;
+  // Smallest share of a step of a gap between spans that is shown.
+  const LEAST_GAP = 0.05;
   // Spans with a larger depth are left out.
   const DEEPEST = 12;
-  // Smallest width in pixels of a span that shows its name.
+  // Smallest width in pixels of a span whose name is shown in part.
   const LABEL = 44;
-  const LETTER = 6.3;
   const ON_DEVICE = "collectives on the device";
   const PARTS = { wait: "communication", closure: "host", module_backward: "module-backward" };
 
@@ -18,6 +19,18 @@
   }
   const joinedKey = ({ name, group_name, number }) => `${name.split(" ")[0]} ${group_name} ${number}`;
 
+  // Returns the long gaps between the host's spans: code outside of the recorded phases, such as a hang between them.
+  function gaps(rank, { start_us, long_us, depth }, duration_us, offset, y) {
+    const outer = [...start_us.keys()].filter((at) => depth[at] === 0).sort((one, other) => start_us[one] - start_us[other]);
+    const edges = [0, ...outer.flatMap((at) => [start_us[at], start_us[at] + long_us[at]]), duration_us];
+    return edges.flatMap((from, at) => {
+      const until = edges[at + 1];
+      if (at % 2 || until - from < LEAST_GAP * duration_us) return [];
+      const [left, right] = [offset + from / 1e3, offset + until / 1e3];
+      return { rank, lane: "host", kind: "closure", name: "host code", key: "", left, right, y, start_us: from };
+    });
+  }
+
   // Returns the layout: x in ms since the first rank began, y in pixels from the top.
   function laidOut(trace, names, isNarrow) {
     const found = { spans: [], ranks: [], labels: new Map(), byKey: new Map(), begin: 0, end: 1e-3 };
@@ -26,22 +39,26 @@
       const offset = (offset_us ?? 0) / 1e3;
       const [top, end] = [height, offset + duration_us / 1e3];
       let hostBottom = top + ROW;
+      const isOnHost = rows.every(({ lane }) => lane !== "device");
       for (const { lane, kind, name, start_us, duration_us: long_us, depth, number } of rows) {
         const words = isNarrow ? String(rank) : `rank ${rank}`;
         if (height === top) found.labels.set(height + ROW / 2, offset_us === null ? `${words} *` : words);
         else if (!isNarrow) found.labels.set(height + ROW / 2, lane === ON_DEVICE ? "coll. on device" : short(lane, 16));
+        // A device's step is as long as its parts: it needs no row.
+        const outer = kind.includes("step") ? 1 : 0;
         kind.forEach((of, at) => {
-          if (depth[at] > DEEPEST) return;
+          if (depth[at] > DEEPEST || of === "step") return;
           const known = names[name[at]] ?? "";
           const text = Object.hasOwn(TORCHLENS_THEME.parts, of) && !known.startsWith(of) ? of : known;
           const left = offset + start_us[at] / 1e3;
           const key = number && of === "collective" ? keyOf(text, number[at]) : "";
-          const y = height + depth[at] * ROW;
+          const y = height + (depth[at] - outer) * ROW;
           const span = { rank, lane, kind: of, name: text, key, left, right: left + long_us[at] / 1e3, y, start_us: start_us[at] };
           found.spans.push(span);
           if (key) found.byKey.set(key, [...(found.byKey.get(key) ?? []), span]);
         });
-        height += ROW * (1 + Math.min(DEEPEST, Math.max(0, ...depth)));
+        if (isOnHost && lane === "host") found.spans.push(...gaps(rank, { start_us, long_us, depth }, duration_us, offset, top));
+        height += ROW * (1 - outer + Math.min(DEEPEST, Math.max(0, ...depth)));
         if (lane === "host") hostBottom = height;
       }
       found.ranks.push({ rank, begin: offset, end, top, hostBottom, bottom: height });
@@ -68,8 +85,10 @@
     constructor(page, figure) {
       super(page, figure);
       this.steppicker = new torchlens.StepPicker(page, this);
+      this.steppicker.element.append(...this.zoomButtons("Whole step"));
+      this.finding = element("p");
       this.notes = element("p", { className: "note" });
-      this.place.before(this.steppicker.element, this.notes);
+      this.place.before(this.steppicker.element, this.finding, this.notes);
       this.status = element("p", { className: "hidden-words", role: "status" });
       figure.append(this.status);
       const move = (share) => () => {
@@ -96,9 +115,9 @@
       this.steppicker.show(this.trace);
       this.tables?.remove();
       if (!this.trace) return;
-      this.tables = torchlens.stepTables(this.trace);
+      this.tables = torchlens.stepTable(this.trace);
       this.figure.after(this.tables);
-      this.say(torchlens.stepFinding(this.trace));
+      this.finding.textContent = torchlens.stepFinding(this.trace);
       this.notes.textContent = torchlens.stepNotes(this.trace, this.view);
     }
 
@@ -138,9 +157,9 @@
       const box = (left, right, top, bottom) => [x(left), top, Math.max(0.75, x(right) - x(left)), bottom - top];
       const frame = (span) => ctx.strokeRect(...box(span.left, span.right, span.y, span.y + ROW));
       for (const { rank, begin, end, top, hostBottom, bottom } of laid.ranks) {
-        if (this.slow.has(rank)) torchlens.shade(ctx, colours.slower, 0.12, 0, top - 3, width, bottom - top + 6);
         ctx.fillStyle = colours.raised;
         ctx.fillRect(...box(begin, end, top, hostBottom));
+        if (this.slow.has(rank)) torchlens.shade(ctx, colours.slower, 0.12, 0, top - 3, width, bottom - top + 6);
       }
       const hatch = this.hatch(ctx);
       for (const span of laid.spans) {
@@ -165,10 +184,8 @@
           ctx.fill();
         }
         const begin = Math.max(left, 0);
-        const room = Math.min(right, width) - begin;
-        if (room < LABEL) continue;
         ctx.fillStyle = span.waitUntil ? colours.text : torchlens.isDark(colour) ? "#ffffff" : colours["in-span"];
-        ctx.fillText(this.fitting(span, room), begin + 3, span.y + 11);
+        ctx.fillText(this.fitting(ctx, span, Math.min(right, width) - begin - 5), begin + 3, span.y + 11);
       }
       ctx.lineWidth = 2;
       ctx.strokeStyle = colours.text;
@@ -185,12 +202,15 @@
       if (chosen) ctx.strokeRect(...box(chosen.begin, chosen.end, chosen.top - 1, chosen.bottom + 1));
     }
 
-    // Returns as much of a span's name as fits. Module names differ at the end, so they lose their beginning.
-    fitting({ kind, key, name }, room) {
+    // Returns a span's name, or its last part (of a module) or first word if only that fits, or its beginning.
+    fitting(ctx, { kind, key, name }, room) {
       const text = kind === "wait" ? "wait" : key ? key.split(" ")[0] : short(name, 200);
-      const most = Math.floor((room - 6) / LETTER);
-      if (text.length <= most) return text;
-      return kind.startsWith("module") ? `\u2026${text.slice(1 - most)}` : `${text.slice(0, most - 1)}\u2026`;
+      const fits = (each) => ctx.measureText(each).width <= room;
+      const whole = [text, text.split(kind.startsWith("module") ? /.*\./ : " ").find(Boolean)].find(fits);
+      if (whole !== undefined || room < LABEL) return whole ?? "";
+      let most = text.length;
+      while (most && !fits(`${text.slice(0, most)}\u2026`)) most--;
+      return `${text.slice(0, most)}\u2026`;
     }
 
     hatch(ctx) {
