@@ -83,7 +83,10 @@ def test_one_run_of_each_side_says_once_that_noise_is_not_known(runs: Path) -> N
     assert head.status == "CHANGED"
     assert "noise between runs" in head.sentence
     assert "may be noise" not in head.sentence
+    titles = [each.title for each in build_tables(compared)[1].columns]
+    assert titles == ["measure", "before", "after", "change"]
     several = replace(compared, before=compared.before * 2, changes={STEP: unknown})
+    assert build_tables(several)[1].columns[-1].title == "result"
     assert "may be noise" in build_headline(several).sentence
 
 

@@ -34,8 +34,7 @@ _MUCH_CONTENTION = 0.1
 
 def build_headline(compared: Comparison) -> Headline:
     """Return the result for the typical step, with the parts and details that changed with it."""
-    step = compared.step
-    status, severity = _choose_status(compared, step)
+    status, severity = _choose_status(compared, compared.step)
     return Headline(
         kind="comparison",
         status=status,
@@ -56,10 +55,10 @@ def build_headline(compared: Comparison) -> Headline:
             ]
         ),
         cause="",
-        action=_suggest_action(compared, step),
+        action=_suggest_action(compared, compared.step),
         command=(
             f"torchlens-perf report {compared.after[-1].run.path}"
-            if step.outcome is Outcome.CHANGED
+            if compared.step.outcome is Outcome.CHANGED
             else ""
         ),
         is_over=False,
@@ -270,25 +269,32 @@ def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Meas
             unit_of=unit_s,
         ),
         Column("change", [each.share for each in changes], Quantity.CHANGE),
-        Column(
-            "95 % interval",
-            [
-                f"{_format_signed(each.low, of)} to {_format_signed(each.high, of)}"
-                for of, each in zip(rows, changes, strict=True)
-            ],
-            Quantity.NUMBER,
-            optional=2,
-            help="All intervals hold together with a probability of 95 %.",
-        ),
-        Column(
-            "detectable",
-            [of.format(each.detectable) for of, each in zip(rows, changes, strict=True)],
-            Quantity.NUMBER,
-            optional=1,
-            help="Smallest change that 4 of 5 such comparisons would find.",
-        ),
-        Column("result", [each.outcome.value for each in changes], Quantity.TEXT),
     ]
+    # One run of each side does not show how much runs differ.
+    columns += (
+        []
+        if len(compared.before) == len(compared.after) == 1
+        else [
+            Column(
+                "95 % interval",
+                [
+                    f"{_format_signed(each.low, of)} to {_format_signed(each.high, of)}"
+                    for of, each in zip(rows, changes, strict=True)
+                ],
+                Quantity.NUMBER,
+                optional=2,
+                help="All intervals hold together with a probability of 95 %.",
+            ),
+            Column(
+                "detectable",
+                [of.format(each.detectable) for of, each in zip(rows, changes, strict=True)],
+                Quantity.NUMBER,
+                optional=1,
+                help="Smallest change that 4 of 5 such comparisons would find.",
+            ),
+            Column("result", [each.outcome.value for each in changes], Quantity.TEXT),
+        ]
+    )
     return Table(key, title, columns, frozenset(slower), _MAX_ROWS, noun="measure")
 
 
