@@ -167,7 +167,7 @@ def test_warm_up_does_not_scale_the_chart_and_slow_times_have_labels(
     assert tab.tip().splitlines()[-1] == "warm-up"
 
 
-def test_memory_chart_is_scaled_to_the_data_with_its_peak(
+def test_memory_chart_is_scaled_to_the_data(
     tab_of: TabOf, wide_file: Path, wide: PageContents
 ) -> None:
     tab = tab_of(wide_file).open("#memory")
@@ -176,11 +176,6 @@ def test_memory_chart_is_scaled_to_the_data_with_its_peak(
     low, high = tab.value(f"(({{min, max}}) => [min, max])({tab.named('memory')}.plot.scales.y)")
     assert 0 < low < memory.min()
     assert memory.max() < high < memory.max() * 1.2
-    painted = tab.value(f"""(() => {{ const chart = {tab.named("memory")}, found = [];
-        chart.paintPeak({{ fillText: text => found.push(text), measureText: () => ({{ width: 0 }}), beginPath() {{}},
-        arc() {{}}, fill() {{}} }}, {{ x: () => 0, y: () => 0, width: 500 }}, {memory.max():.0f});
-        return found; }})()""")
-    assert painted == [f"peak {format_bytes(memory.max(), 'B')}, rank {WIDE_SLOW}"]
 
 
 def test_heat_map_colours_only_a_detectable_excess(
@@ -401,6 +396,25 @@ def test_collective_tooltip_has_its_last_rank(tab: Tab, shown: PageContents) -> 
     assert f"last to arrive: rank {joined['last_rank']}" in text
     assert f"waited {format_duration((joined['wait_us'][waiter] or 0) / 1e6)}" in text
     assert tab.value(f"{line}.laid.byKey.get({line}.pointed).length") == len(joined["wait_us"])
+
+
+def test_hang_does_not_flatten_the_charts_of_step_times(
+    tab_of: TabOf, shown: PageContents, tmp_path: Path
+) -> None:
+    """Few steps that are much longer than the others are cut off, and their times are written."""
+    hung = recorded(tmp_path, "stalls:rank=1,share=300,every=50", topology=Topology(2), steps=80)
+    tab = tab_of(written(tmp_path, "hung", gather_contents(hung))).open()
+    for name in ("steps", "compute"):
+        tab.chart(name)
+        plot = f"{tab.named(name)}.plot"
+        longest = f"Math.max(...{plot}.data.slice(1).flatMap(each => [...each ?? []]))"
+        assert tab.value(longest) > 50 * tab.value(f"{plot}.scales.y.max")
+        tab.value(f"""(() => {{
+            window.words = [];
+            {plot}.ctx.fillText = text => words.push(text);
+            {plot}.redraw(false);
+        }})()""")
+        assert any(str(each).startswith("\u2191 ") for each in tab.until("words.length && words"))
 
 
 def test_code_between_the_phases_of_a_step_is_shown(tab_of: TabOf, tmp_path: Path) -> None:

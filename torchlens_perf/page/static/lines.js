@@ -1,8 +1,8 @@
 // Line charts: step time with its band, compute time of few ranks, memory, and hardware.
 {
   const { duration, short } = torchlens;
-  // The axis ends at the highest 95th percentile times this. Longer steps are cut off at the top.
-  const HEADROOM = 1.6;
+  // An axis of times ends at most at nearly the longest one times this. Longer times are cut off and written.
+  const HEADROOM = 2;
   const MOST_LINES = 16;
   const MOST_IN_TIP = 6;
   const FEW = [
@@ -11,6 +11,21 @@
     { stroke: "text", width: 1.5, dash: [6, 4], word: " (dashed)" },
     { stroke: "dim", width: 1.5, dash: [2, 3], word: " (dotted)" },
   ];
+
+  function topOf(values) {
+    const known = values.filter((value) => value !== null).sort((one, other) => one - other);
+    return Math.min(known[known.length - 1] ?? 0, HEADROOM * (known[Math.floor(0.95 * (known.length - 1))] ?? 0));
+  }
+
+  // Writes the times that are cut off where they leave the plot.
+  function paintCut(ctx, { x }, xs, values, top, y) {
+    let free = 0;
+    values.forEach((value, at) => {
+      if (value <= top || x(xs[at]) < free) return;
+      ctx.fillText(`\u2191 ${duration(value)}`, x(xs[at]) + 3, y);
+      free = x(xs[at]) + 60;
+    });
+  }
 
   // -- step time over the run
 
@@ -28,11 +43,8 @@
       const own = row === undefined ? steps.first.map(() => null) : steps.row(steps.step, row);
       this.x = steps.first.map((first) => first + steps.width / 2);
       this.warmUp = Math.min(steps.end, steps.begin + (this.page.contents.report.steps.warm_up ?? 0));
-      const isWarm = (_, at) => steps.first[at] >= this.warmUp;
-      const most = (values) => Math.max(0, ...values.filter((value, at) => value !== null && isWarm(value, at)));
       this.slow = steps.slow.filter((each) => each.label).slice(0, 3);
-      const room = 1.08 + 0.08 * this.slow.length;
-      const top = room * Math.min(most(bands.max_s), HEADROOM * most(bands.p95_s)) || Math.max(0, ...bands.max_s) || 1;
+      this.top = (1.08 + 0.08 * this.slow.length) * topOf(bands.max_s.filter((_, at) => steps.first[at] >= this.warmUp)) || Math.max(0, ...bands.max_s) || 1;
       this.explain([
         [colours.median, this.page.contents.report.run.world_size > 1 ? "median of all ranks" : "median"],
         [colours.band, "5th to 95th percentile"],
@@ -53,12 +65,14 @@
         ],
         bands: [{ series: [1, 3], fill: colours.band }],
         x: this.stepAxis(),
-        y: { label: "step time", text: torchlens.tick(duration), range: [0, top], space: 40 },
+        y: { label: "step time", text: torchlens.tick(duration), range: [0, this.top], space: 40 },
         height: 220,
         under: (ctx, area) => this.paintTimes(ctx, area),
         over: (ctx, area) => {
           this.paintSelection(ctx, area);
           this.paintFlags(ctx, area);
+          ctx.fillStyle = colours.text;
+          paintCut(ctx, area, this.x, bands.max_s, this.top, 16 * this.slow.length + 12);
         },
       };
     }
@@ -130,7 +144,7 @@
     options() {
       const { colours, view } = this;
       this.data = this.lines();
-      if (!this.data.length) return null;
+      if (!this.data.some(({ y }) => y.some(Boolean))) return null;
       const slow = new Set(this.page.contents.named_ranks);
       const isFew = this.data.length <= 4;
       const look = ({ rank }, at) => {
@@ -145,17 +159,17 @@
       const text = torchlens.tick((value) => this.text(value));
       const order = [...this.data.keys()].sort((one, other) => looks[one].width - looks[other].width);
       const known = this.data.flatMap(({ y }) => y.filter((value) => value !== null)).sort((one, other) => one - other);
-      const low = known[0] ?? 0;
-      const high = known[known.length - 1] ?? 1;
+      const range = this.range(known[0] ?? 0, this.isCut ? topOf(known) : (known[known.length - 1] ?? 1));
       return {
         data: uPlot.join(order.map((at) => [this.data[at].x, this.data[at].y])),
         series: order.map((at) => looks[at]),
         x: this.axis(),
-        y: { label: this.label, text, range: this.range(low, high), space: 34 },
+        y: { label: this.label, text, range, space: 34 },
         height: 150,
         over: (ctx, area) => {
           this.paintSelection(ctx, area);
-          if (this.hasPeak) this.paintPeak(ctx, area, high);
+          ctx.fillStyle = colours.text;
+          if (this.isCut) for (const { x, y } of this.data) paintCut(ctx, area, x, y, range[1], 12);
         },
       };
     }
@@ -171,17 +185,6 @@
     range(low, high) {
       const from = low < 0.5 * high ? Math.min(0, low) : low - 0.3 * (high - low || high * 0.1);
       return [from, high + 0.18 * (high - from || 10)];
-    }
-
-    paintPeak(ctx, area, high) {
-      const { label, x, y } = this.data.find((each) => each.y.includes(high));
-      const [left, top] = [area.x(x[y.indexOf(high)]), area.y(high)];
-      const text = `peak ${this.text(high)}, ${short(label, 24)}`;
-      ctx.fillStyle = this.colours.text;
-      ctx.beginPath();
-      ctx.arc(left, top, 3, 0, 2 * Math.PI);
-      ctx.fill();
-      ctx.fillText(text, Math.max(2, Math.min(left - 4, area.width - ctx.measureText(text).width - 4)), top - 7);
     }
 
     // Shows the values of the lines nearest to the pointer.
@@ -213,6 +216,7 @@
   // Compute time of two to four ranks. For so few rows, lines show more than a heat map.
   class Compute extends Lines {
     label = "compute";
+    isCut = true;
 
     lines() {
       const { steps } = this;
@@ -230,7 +234,6 @@
 
   class Memory extends Lines {
     label = "memory";
-    hasPeak = true;
 
     lines() {
       const { steps } = this;
