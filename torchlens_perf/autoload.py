@@ -13,6 +13,7 @@ workers, compile workers, launchers and tools import torch too and are not ranks
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -39,6 +40,9 @@ def autoload() -> None:
     # must not pay for the imports below. This is config.SWITCH.
     if "TORCHLENS_PERF" in os.environ:
         _autoload_if_switched_on()
+    # This is roles.recording.ROLE. Libraries of such a process record events.
+    if "TORCHLENS_PERF_ROLE" in os.environ:
+        importlib.import_module("torchlens_perf.roles.libraries").attach()
 
 
 def _autoload_if_switched_on() -> None:

@@ -499,8 +499,7 @@ def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -
             raise ConfigError(f"{name} is not a setting of watch(){_suggest_name(name, known)}")
     chosen = {}
     if given is not None:
-        if not isinstance(given, Config):
-            raise ConfigError(f"config={given!r}: must be a torchlens_perf.Config")
+        require(isinstance(given, Config), f"config={given!r}: must be a torchlens_perf.Config")
         values = ((field, getattr(given, field.name)) for field in dataclasses.fields(Config))
         chosen = {field.name: value for field, value in values if value != field.default}
     return Config(**{**environment, **chosen, **keywords})

@@ -15,17 +15,26 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from torchlens_perf import config as configuration
 from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
-from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switch_off_on_error
+from torchlens_perf.errors import (
+    ConfigError,
+    RunStoreError,
+    guard,
+    printable,
+    require,
+    switch_off_on_error,
+)
 from torchlens_perf.hooks import device_hooks
 from torchlens_perf.hooks.failure import current_exceptions, describe_failure, find_new_exception
 from torchlens_perf.hooks.loop import arguments
@@ -215,11 +224,10 @@ class Watch(LiveResultMethods):
         has returned.
         """
         suspends = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-        if not callable(function) or suspends or inspect.isgeneratorfunction(function):
-            raise ConfigError(
-                f"@watch() on {function!r}: must be a plain function; use `with watch():` inside"
-                " of it"
-            )
+        require(
+            callable(function) and not suspends and not inspect.isgeneratorfunction(function),
+            f"@watch() on {function!r}: must be a plain function; use `with watch():` inside of it",
+        )
         start = functools.partial(
             Watch, self._config, self._models, self._optimizers, enabled=self._enabled
         )
@@ -269,11 +277,10 @@ class Watch(LiveResultMethods):
 
     def __enter__(self) -> Watch:
         with _changing:
-            if self._entered:
-                raise ConfigError(
-                    "this watch was entered before; a watch is entered once: make a new one with"
-                    " watch()"
-                )
+            require(
+                not self._entered,
+                "this watch was entered before; a watch is entered once: make a new one with watch()",
+            )
             self._entered = True
         try:
             with _changing:
@@ -352,8 +359,7 @@ class Watch(LiveResultMethods):
         what: "evaluation" or "checkpoint". Forward passes without gradients and calls of
         torch.save() are detected without this. Raise ConfigError for another word.
         """
-        if what not in TAGS:
-            raise ConfigError(f"what={what!r}: must be {' or '.join(map(repr, TAGS))}")
+        require(what in TAGS, f"what={what!r}: must be {' or '.join(map(repr, TAGS))}")
         session = (self._joined or self)._session
         if session is not None:
             session.step.add_flag(TAGS[what])
@@ -423,6 +429,9 @@ class Watch(LiveResultMethods):
             del optimizers
             if not self._config.sidecar:
                 run.register_ring(session.identity.node, session.ring_path)
+            if "trl.trainer.grpo_trainer" in sys.modules:
+                # Jobs without roles do not need this module.
+                import_module("torchlens_perf.roles.recording").follow_trainer(run.run_id)
             self._session, self.run_dir, _running = session, run.path, self
             cleanup.pop_all()
             if self._live_views is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.roles.tables import job_events, job_iterations, shuffled
-from torchlens_perf.roles.iterations import build_iterations
+from torchlens_perf.roles.iterations import Event, build_iterations
 from torchlens_perf.roles.report import sum_parts
 
 WHOLE_S = 0.01 + 0.3 + 0.03 + 0.03 + 0.01 + 0.2 + 0.05
@@ -96,3 +96,30 @@ def test_end_without_the_batch_of_its_begin_ends_it() -> None:
     ]
 
     assert sum_parts(build_iterations(events)) == pytest.approx(sum_parts(job_iterations()))
+
+
+def test_wait_for_other_samples_of_a_call_is_left_out() -> None:
+    """A trainer computes the rewards of all samples in one call, when the longest is there."""
+    events = [Event(0.0, "lead", "sample_sent", name, "7") for name in "ab"]
+    for name, end_s in (("a", 1.0), ("b", 4.0)):
+        events.append(Event(0.0, "engine", "generation_begin", name, ""))
+        events.append(Event(end_s, "engine", "generation_end", name, "", 10))
+        events.append(Event(4.5, "reward", "reward_begin", name, ""))
+        events.append(Event(5.0, "reward", "reward_end", name, ""))
+    events.append(Event(5.0, "lead", "batch_complete", "", "7"))
+    events.append(Event(5.5, "lead", "weights_publish_begin", "", ""))
+    events.append(Event(6.0, "lead", "weights_publish_end", "", ""))
+    (found,) = build_iterations(events)
+
+    assert found.last_sample is not None
+    assert found.last_sample.id == "b"
+    assert [each.done_s for each in found.samples] == [2.0, 5.0]
+    assert found.samples[0].seconds("reward", waiting=True) == 0.5
+    halved = found.predict_saving(
+        lambda sample, segment: (
+            segment.seconds / 2 if segment.stage == "generation" else segment.seconds
+        )
+    )
+    assert halved == 2.0
+    # Weights without a batch belong to the last one.
+    assert found.weights_s == 0.5

@@ -293,7 +293,8 @@ def _find_idle_engines(iterations: Sequence[Iteration], slow_rank_s: float) -> C
     slow_rank_s: the part of the steps that has another cause.
     """
     engines = engine_names(iterations)
-    if not engines:
+    # A trainer that generates itself is not idle.
+    if not engines or iterations[0].trainer in engines:
         return None
     steps_s = sum(each.steps_s for each in iterations) - slow_rank_s
     total_s = sum(each.seconds for each in iterations)

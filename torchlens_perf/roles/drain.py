@@ -62,15 +62,22 @@ class EventReader:
                 # The run directory cannot be written. Events stay in their file, or are lost there.
                 continue
             self._add(path.stem, found)
+            if found.detected:
+                known["detected"] = 1
             known["lost"] += found.lost
             known["last_sequence"] += found.lost + len(found.events)
 
     def _add(self, process: str, found: NewEvents) -> None:
         host = host_of_node(self._node)
+        who = [(process, found.role, found.name)]
+        who += [(f"{name}@{role}", role, name) for role, name in found.others]
         for each in found.events:
+            if each["other"] >= len(who):
+                # The description was being written.
+                who += [(process, "other", "")] * 256
             self._rows.append(
                 (
-                    host, process, found.role, found.name, EVENTS[each["code"]], _text(each["id"]),
+                    host, *who[each["other"]], EVENTS[each["code"]], _text(each["id"]),
                     _text(each["batch"]), _number(each["tokens_in"]), _number(each["tokens_out"]),
                     int(each["time_ns"]), int(each["sequence"]),
                 )

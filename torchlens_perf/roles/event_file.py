@@ -6,7 +6,8 @@ that it missed, and a checksum, so a reader can detect an event that is being wr
 
 ::
 
-    0     magic, checksum and length of the JSON object, the JSON object: role and name
+    0     magic, checksum and length of the JSON object, the JSON object: role and name of the
+          process, and of others that it has events of
     4096  events, 128 bytes each
 """
 
@@ -21,7 +22,7 @@ import struct
 import time
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ownership
@@ -36,6 +37,7 @@ EVENTS = (
     "sample_sent", "generation_begin", "generation_end", "tool_begin", "tool_end", "reward_begin",
     "reward_end", "batch_complete", "steps_begin", "steps_end", "weights_publish_begin",
     "weights_publish_end", "weights_take_begin", "weights_take_end",
+    "logprobs_begin", "logprobs_end",
 )  # fmt: skip
 """Names of events. An event in a file has the index of its name."""
 CODES = {name: code for code, name in enumerate(EVENTS)}
@@ -49,8 +51,9 @@ _MAGIC = b"TLPEVNT1"
 _HEADER = struct.Struct("<8sII")
 _EVENTS_OFFSET, _EVENT_BYTES = 4096, 128
 _SIZE = _EVENTS_OFFSET + CAPACITY * _EVENT_BYTES
-_BODY = struct.Struct("<QqB3xii48s48s")
+_BODY = struct.Struct("<QqBB2xii48s48s")
 _LONGEST_ID = 48
+_MOST_OTHERS, _LONGEST_OTHER = 30, 60
 _FEW_EVENTS = 1024
 """A reader first reads this many events, because most rounds of a sidecar find fewer."""
 
@@ -65,22 +68,52 @@ class EventFile:
         self._buffer = memory.reserve_file(path, _SIZE)
         # next() is atomic, so that threads get different numbers without a lock.
         self._sequences = itertools.count(1)
+        self._description: dict[str, Any] = {"others": []}
 
-    def describe_process(self, role: str, name: str) -> None:
-        """Store role and name of the process, which replace earlier ones."""
-        text = json.dumps({"role": role, "name": name}).encode()
+    def describe_process(self, role: str, name: str, *, detected: bool = False) -> None:
+        """Store role and name of the process, which replace earlier ones.
+
+        detected: True if the process has not set its role.
+        """
+        self._describe(role=role, name=name, detected=detected)
+
+    def number_of_other(self, role: str, name: str) -> int:
+        """Return the number of another process, or of a function, that this process has events of.
+
+        Such as a server without events of its own. Only one thread at a time may call this.
+        """
+        others = self._description["others"]
+        other = [role, name.encode("ascii", "replace").decode()[:_LONGEST_OTHER]]
+        if other not in others and len(others) >= _MOST_OTHERS:
+            other = ["other", "further processes"]
+        if other not in others:
+            others = [*others, other]
+            self._describe(others=others)
+        return others.index(other) + 1
+
+    def _describe(self, **values: Any) -> None:
+        self._description |= values
+        text = json.dumps(self._description).encode()
         header = _HEADER.pack(_MAGIC, zlib.crc32(text), len(text))
         self._buffer[: len(header) + len(text)] = header + text
 
     def write(
-        self, code: int, sample: object, batch: object, tokens_in: int, tokens_out: int
+        self,
+        code: int,
+        sample: object,
+        batch: object,
+        tokens_in: int,
+        tokens_out: int,
+        other: int = 0,
+        time_ns: int = 0,
     ) -> None:
-        """Write an event of the present time."""
+        """Write an event. other: see number_of_other(). time_ns: 0 for the present time."""
         sequence = next(self._sequences)
         body = _BODY.pack(
             sequence,
-            time.monotonic_ns(),
+            time_ns or time.monotonic_ns(),
             code,
+            other,
             tokens_in,
             tokens_out,
             encode_id(sample),
@@ -103,6 +136,10 @@ class NewEvents(NamedTuple):
 
     role: str
     name: str
+    detected: bool
+    """True if the process has not set its role."""
+    others: list[tuple[str, str]]
+    """Roles and names of other processes that events are of. They count from 1 in events."""
     events: npt.NDArray[np.void]
     """In the order of their sequence numbers; the fields are those of event_dtype()."""
     lost: int
@@ -116,8 +153,8 @@ def event_dtype() -> np.dtype[np.void]:
 
     return np.dtype(
         [
-            ("sequence", "<u8"), ("time_ns", "<i8"), ("code", "u1"), ("unused", "V3"), ("tokens_in", "<i4"),
-            ("tokens_out", "<i4"), ("id", "S48"), ("batch", "S48"), ("checksum", "<u4"),
+            ("sequence", "<u8"), ("time_ns", "<i8"), ("code", "u1"), ("other", "u1"), ("unused", "V2"),
+            ("tokens_in", "<i4"), ("tokens_out", "<i4"), ("id", "S48"), ("batch", "S48"), ("checksum", "<u4"),
         ]
     )  # fmt: skip
 
@@ -138,7 +175,7 @@ def read_new_events(path: Path, after: int, *, ended: bool) -> NewEvents:
         found = _read_slots(file.fileno(), first, min(_FEW_EVENTS, CAPACITY - first))
         if (found["sequence"] > after).all() or found["sequence"][0] > after + 1:
             found = _read_slots(file.fileno(), 0, CAPACITY)
-    role, name = _read_description(header)
+    described = _read_description(header)
     found = found[found["sequence"] > after]
     found = found[np.argsort(found["sequence"])]
     whole = np.array(
@@ -152,7 +189,11 @@ def read_new_events(path: Path, after: int, *, ended: bool) -> NewEvents:
         if gaps.any() and int(found["sequence"][0]) >= oldest:
             found = found[: int(gaps.argmax())]
     last = int(found["sequence"][-1]) if len(found) else after
-    return NewEvents(role, name, found, last - after - len(found))
+    others = [(str(role), str(name)) for role, name in described["others"]]
+    return NewEvents(
+        str(described["role"]), str(described["name"]), bool(described["detected"]), others, found,
+        last - after - len(found),
+    )  # fmt: skip
 
 
 def _read_slots(descriptor: int, first: int, count: int) -> npt.NDArray[np.void]:
@@ -162,11 +203,9 @@ def _read_slots(descriptor: int, first: int, count: int) -> npt.NDArray[np.void]
     return np.frombuffer(content, event_dtype())
 
 
-def _read_description(content: bytes) -> tuple[str, str]:
-    """Return role and name; "other" and "" while they are being written."""
+def _read_description(content: bytes) -> dict[str, Any]:
+    """Return the description of the process; that of an unknown one while it is being written."""
     _, checksum, length = _HEADER.unpack_from(content)
     text = content[_HEADER.size : _HEADER.size + min(length, _EVENTS_OFFSET)]
-    if zlib.crc32(text) != checksum or not text:
-        return "other", ""
-    described = json.loads(text)
-    return str(described["role"]), str(described["name"])
+    unknown = {"role": "other", "name": "", "detected": False, "others": []}
+    return {**unknown, **(json.loads(text) if text and zlib.crc32(text) == checksum else {})}

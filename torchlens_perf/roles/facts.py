@@ -15,6 +15,8 @@ PARTS = {
     "generation": "generation",
     "tool wait": "waiting for the tool",
     "tool": "tool",
+    "logprobs wait": "waiting for log-probabilities",
+    "logprobs": "log-probabilities",
     "reward wait": "waiting for the reward",
     "reward": "reward",
     COLLECTING: "collecting the batch",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-STAGES = ("generation", "tool", "reward")
+_Call = tuple[tuple[str, str], float]
+"""Stage and process, and when the call began."""
+STAGES = ("generation", "tool", "logprobs", "reward")
 SENDING, COLLECTING = "sending", "collecting"
 
 
@@ -51,7 +53,10 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One sample, from sending its prompt to the end of its last stage."""
+    """One sample, from sending its prompt to the end of its last stage.
+
+    The time in which it waited for other samples, with which it shares a call, is left out.
+    """
 
     id: str
     sent_s: float
@@ -156,9 +161,12 @@ def build_iterations(events: Iterable[Event]) -> list[Iteration]:
     intervals = list(_pair_events(ordered))
     samples = _build_samples(ordered, intervals)
     of_lead: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+    ends_s = [each.time_s for each in complete]
     for each in intervals:
         if each.process == lead:
-            of_lead[each.stage, each.batch].append(each)
+            # Weights without a batch come from the last complete one.
+            last = complete[max(0, bisect.bisect(ends_s, each.begin_s) - 1)].batch
+            of_lead[each.stage, each.batch or last].append(each)
     takes = [each for each in intervals if each.stage == "weights_take"]
     found: list[Iteration] = []
     for end in complete:
@@ -227,16 +235,18 @@ def _build_samples(
         )
         if earlier:
             stages[sends[each.id][earlier - 1]].append(each)
+    for of_sample in stages.values():
+        of_sample.sort(key=lambda one: one.begin_s)
+    ready = _find_ready_times(stages)
     found: dict[str, list[Sample]] = defaultdict(list)
-    for sent, of_sample in sorted(stages.items(), key=lambda each: each[0].time_s):
-        mine = sorted(of_sample, key=lambda one: one.begin_s)
+    for sent, mine in sorted(stages.items(), key=lambda each: each[0].time_s):
         generated = [one for one in mine if one.stage == "generation"]
         tokens = [one.tokens for one in generated if one.tokens is not None]
         found[sent.batch].append(
             Sample(
                 sent.id,
                 sent.time_s,
-                tuple(_split(sent.time_s, mine)),
+                tuple(_split(sent.time_s, mine, ready)),
                 sum(tokens) if tokens else None,
                 generated[-1].process if generated else "",
             )
@@ -244,10 +254,25 @@ def _build_samples(
     return found
 
 
-def _split(sent_s: float, stages: Sequence[Interval]) -> Iterator[Segment]:
+def _find_ready_times(stages: Mapping[Event, Sequence[Interval]]) -> dict[_Call, float]:
+    """Return by call when the last of its samples was ready for it. Rewards of a batch are one call."""
+    ready: dict[_Call, float] = defaultdict(float)
+    for sent, mine in stages.items():
+        at_s = sent.time_s
+        for each in mine:
+            ready[each[:2], each.begin_s] = max(ready[each[:2], each.begin_s], at_s)
+            at_s = max(at_s, each.end_s)
+    return ready
+
+
+def _split(
+    sent_s: float, stages: Sequence[Interval], ready: Mapping[_Call, float]
+) -> Iterator[Segment]:
     at_s = sent_s
     for each in stages:
-        begin_s, end_s = max(at_s, each.begin_s), max(at_s, each.end_s)
-        yield Segment(each.stage, each.process, True, begin_s - at_s)
+        # A sample's wait for other samples of a call ends if those are faster, so it does not count.
+        ready_s = max(at_s, ready[each[:2], each.begin_s])
+        begin_s, end_s = max(ready_s, each.begin_s), max(ready_s, each.end_s)
+        yield Segment(each.stage, each.process, True, begin_s - ready_s)
         yield Segment(each.stage, each.process, False, end_s - begin_s)
         at_s = end_s

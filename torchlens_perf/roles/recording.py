@@ -7,6 +7,7 @@ The sidecar that a watched trainer of the same node has started reads the file.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import threading
 from multiprocessing.util import Finalize
@@ -15,6 +16,8 @@ from pathlib import Path
 from torchlens_perf import config as configuration
 from torchlens_perf.errors import ConfigError, guard, unknown_word_text
 from torchlens_perf.output import logger
+from torchlens_perf.roles import libraries
+from torchlens_perf.roles.detection import find_role
 from torchlens_perf.roles.event_file import CODES, EVENTS, NOT_GIVEN, ROLES, EventFile
 from torchlens_perf.run import directory
 from torchlens_perf.run.directory import SIDECAR_LOCK
@@ -34,7 +37,12 @@ class _Process:
 
     def __init__(self) -> None:
         role, _, self.name = os.environ.get(ROLE, "").partition("/")
-        self.role = role if role in ROLES else "other"
+        self.is_set, self.is_detected = role in ROLES, False
+        """True if the user has set the role, or if it was detected."""
+        self.role = role if self.is_set else "other"
+        self.others: dict[tuple[str, str], int] = {}
+        self.run_id = ""
+        """Run of this process's watch, if that is known."""
         self.file: EventFile | None = None
         self.is_off = False
         """True if no file is opened any more."""
@@ -42,6 +50,7 @@ class _Process:
 
 
 _process = _Process()
+_ids = itertools.count(1)
 
 
 def role(role: str, name: str = "") -> None:
@@ -50,16 +59,39 @@ def role(role: str, name: str = "") -> None:
         perf.role("rollout", name="engine-1")
 
     name: distinguishes processes of the same role in the report; by default, the order in which they
-    started. The variable TORCHLENS_PERF_ROLE=rollout/engine-1 does the same. All processes of a job
+    started. The variable TORCHLENS_PERF_ROLE=rollout/engine-1 does the same. Known libraries then
+    record events (libraries.py). All processes of a job
     need the same TORCHLENS_PERF_RUN_ID, and the trainers a watch(). Raise ConfigError for another
     role.
     """
     if role not in ROLES:
         raise ConfigError(unknown_word_text("role", role, ROLES) + f" Roles: {', '.join(ROLES)}.")
+    _set_role(role, name, detected=False)
+    libraries.attach()
+
+
+def detect_role(role: str, name: str) -> None:
+    """Set the role of this process unless its user has set one."""
+    if not _process.is_set:
+        _set_role(role, name, detected=True)
+
+
+@guard("following a trainer")
+def follow_trainer(run_id: str) -> None:
+    """Record events of the trainer that this process runs. run_id: of its watch."""
     with _process.lock:
+        if _process.run_id != run_id:
+            _process.run_id, _process.file, _process.is_off = run_id, None, False
+            _process.others.clear()
+    libraries.attach()
+
+
+def _set_role(role: str, name: str, *, detected: bool) -> None:
+    with _process.lock:
+        _process.is_set, _process.is_detected = not detected, detected
         _process.role, _process.name = role, name[:_MAX_NAME]
         if _process.file is not None:
-            _process.file.describe_process(role, _process.name)
+            _process.file.describe_process(role, _process.name, detected=detected)
 
 
 def event(
@@ -87,14 +119,53 @@ def event(
     _write(code, id, batch, tokens_in, tokens_out)
 
 
+def make_id() -> str:
+    """Return an id that no other process uses, for a generation whose sample is not known."""
+    return f"{os.getpid()}-{next(_ids)}"
+
+
+def record(
+    name: str,
+    id: object = "",
+    *,
+    batch: object = "",
+    tokens_in: int | None = None,
+    tokens_out: int | None = None,
+    of: tuple[str, str] | None = None,
+    time_ns: int = 0,
+) -> None:
+    """Record an event that was seen in a library.
+
+    of: role and name of another process, or of a function, that the event is of. time_ns: time of
+    CLOCK_MONOTONIC; 0 for the present time.
+    """
+    _write(CODES[name], id, batch, _tokens(tokens_in), _tokens(tokens_out), of, time_ns)
+
+
+def _tokens(count: int | None) -> int:
+    return NOT_GIVEN if count is None else count
+
+
 @guard("recording an event")
-def _write(code: int, sample: object, batch: object, tokens_in: int, tokens_out: int) -> None:
+def _write(
+    code: int,
+    sample: object,
+    batch: object,
+    tokens_in: int,
+    tokens_out: int,
+    of: tuple[str, str] | None = None,
+    time_ns: int = 0,
+) -> None:
     file = _process.file
     if file is None:
         file = _open_file()
         if file is None:
             return
-    file.write(code, sample, batch, tokens_in, tokens_out)
+    other = _process.others.get(of, 0) if of else 0
+    if of and not other:
+        with _process.lock:
+            other = _process.others[of] = file.number_of_other(*of)
+    file.write(code, sample, batch, tokens_in, tokens_out, other, time_ns)
 
 
 def _open_file() -> EventFile | None:
@@ -105,7 +176,9 @@ def _open_file() -> EventFile | None:
             _process.is_off = True
             if configuration.is_recording_switched_on(os.environ) is False:
                 return None
-            run_id = run_id_from_environment(os.environ, launcher.detect_place(os.environ, None))
+            run_id = _process.run_id or run_id_from_environment(
+                os.environ, launcher.detect_place(os.environ, None)
+            )
             if not run_id:
                 logger.warning(
                     "torchlens_perf: events are not recorded: set TORCHLENS_PERF_RUN_ID to the same"
@@ -118,9 +191,12 @@ def _open_file() -> EventFile | None:
 
 def _create_file(run_id: str) -> EventFile:
     pid = os.getpid()
+    if not _process.is_set and _process.role == "other":
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        detect_role(*find_role(command))
     name = f"{_process.role}-{pid}-{process_start_ticks(pid) or 0}{SUFFIX}"
     made = directory.call_in_local_folder(run_id, lambda folder: EventFile(folder / name))
-    made.describe_process(_process.role, _process.name)
+    made.describe_process(_process.role, _process.name, detected=_process.is_detected)
     # This also runs at the end of processes that multiprocessing has forked.
     Finalize(None, _remove_file, (made.path,), exitpriority=50)
     for folder, _ in directory.find_local_run_folders():
@@ -150,7 +226,7 @@ def _start_again_in_child() -> None:
     """Give a forked child a file of its own."""
     global _process
     kept, _process = _process, _Process()
-    _process.role, _process.name = kept.role, kept.name
+    _process.role, _process.name, _process.is_set = kept.role, kept.name, kept.is_set
 
 
 os.register_at_fork(after_in_child=_start_again_in_child)

@@ -26,6 +26,8 @@ def add_iterations(run: RunDirectory, report: Report) -> None:
     recorded = read_events(run, notes)
     if recorded.lost:
         notes.append(f"{recorded.lost} events of roles were overwritten before they were read")
+    for each in recorded.detected:
+        notes.append(f"the role of {each} was detected, not set: {recorded.roles[each]}")
     # The first iteration contains the warm-up of all processes.
     iterations = build_iterations(recorded.events)[1:]
     if not iterations:

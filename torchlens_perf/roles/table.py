@@ -32,6 +32,8 @@ class RecordedEvents:
     """Role by process."""
     pids: dict[str, int]
     """Process id by process."""
+    detected: list[str]
+    """Processes that have not set their role."""
     lost: int
     """Number of events that were overwritten before they were read."""
 
@@ -43,10 +45,13 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
     """
     hosts: dict[str, list[tuple[str, str, str, Event]]] = {}
     lost: dict[str, int] = {}
+    detected: set[str] = set()
 
     def add(file: ParquetFile) -> None:
         for process, read in file.footer.items():
             lost[process] = max(lost.get(process, 0), int(read["lost"]))
+            if read.get("detected"):
+                detected.add(process)
         table = file.read_table(_EVENT_COLUMNS).to_pydict()
         columns = (table[name] for name in _EVENT_COLUMNS)
         for host, role, name, time_ns, process, *rest in zip(*columns, strict=True):
@@ -64,7 +69,13 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
     return RecordedEvents(
         [event._replace(process=names[process]) for process, _, _, event in newest],
         {names[process]: role for process, role, _, _ in newest},
-        {name: int(process.split("-")[-2]) for process, name in names.items()},
+        # What processes record of others has no process id.
+        {
+            name: int(process.split("-")[-2])
+            for process, name in names.items()
+            if "@" not in process
+        },
+        sorted(names[process] for process in detected & names.keys()),
         sum(lost.values()),
     )
 
