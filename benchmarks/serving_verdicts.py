@@ -24,6 +24,7 @@ from typing import Any
 
 SLOW_RANK = 1
 _PROMPTS, _PROMPT_TOKENS = 4, 16
+_WARM_UP, _SETTLE_S = 30, 4
 _MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_attention_heads": 8,
     "num_key_value_heads": 8, "vocab_size": 1024, "max_position_embeddings": 2048, "hidden_act": "silu",
@@ -113,10 +114,10 @@ class WorkerExtension:
 
         WorkerProc._execute_worker_rpc = timed_call
 
-    def take_pass_time(self) -> float:
-        """Return the median CPU time of a pass since the last call."""
+    def take_pass_times(self) -> list[float]:
+        """Return the CPU times of all passes since the last call."""
         passes, self.passes = self.passes, []
-        return statistics.median(passes) if passes else 0.0
+        return passes
 
 
 class Engine:
@@ -134,6 +135,10 @@ class Engine:
             worker_extension_cls="benchmarks.serving_verdicts.WorkerExtension",
         )  # fmt: skip
         self.call = self._llm.collective_rpc
+
+    def shut_down(self) -> None:
+        """End the processes of the engine. Its parent would wait for them at its exit."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     def generate(self, tokens: int) -> list[list[int]]:
         """Return the tokens of each answer."""
@@ -206,6 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in ["clean"] * options.clean + ["slow"] * options.slow:
             engine.call("slow_down", args=(SLOW_RANK, options.sleep if kind == "slow" else 0.0))
             engine.call("start_watch")
+            engine.generate(_WARM_UP)
             answers.append(engine.generate(options.tokens))
             runs.append((kind, engine.call("stop_watch")[0], engine.call("read_slept")[SLOW_RANK]))
             print(*runs[-1], flush=True)
@@ -217,9 +223,14 @@ def main(arguments: list[str] | None = None) -> int:
             for watched in (True, False) if number % 2 else (False, True):
                 if watched:
                     engine.call("start_watch")
-                engine.call("take_pass_time")
+                    # The sidecar imports its libraries for some seconds.
+                    time.sleep(_SETTLE_S)
+                engine.generate(_WARM_UP)
+                engine.call("take_pass_times")
                 answers.append(engine.generate(options.tokens))
-                pairs[-1][watched] = statistics.mean(engine.call("take_pass_time"))
+                passes = [each for rank in engine.call("take_pass_times") for each in rank]
+                # Other programs make some passes longer.
+                pairs[-1][watched] = statistics.median(passes)
                 if watched:
                     engine.call("stop_watch")
             print("pair", pairs[-1], flush=True)
@@ -231,6 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
         if len(pairs) > 1:
             results["cost"] = estimate_cost([(each[True], each[False]) for each in pairs])
             results["pass_cpu_s"] = statistics.median(each[False] for each in pairs)
+        engine.shut_down()
         print(json.dumps(results), flush=True)
     return 0
 

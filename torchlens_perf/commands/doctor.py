@@ -77,7 +77,7 @@ def run_checks() -> Iterator[Check]:
     of_collectives = (_check_tap, _check_nccl) if find_recording_obstacle() is None else ()
     checks = (
         _check_system, _check_recorder, _check_autoload, _check_settings, _check_ring_folder, _check_run_directory,
-        _check_export, _check_stacks, _check_nvtx_tools, _check_torch, check_telemetry, *of_collectives,
+        _check_export, _check_stacks, _check_nvtx_tools, _check_torch, check_telemetry, *of_collectives, _check_vllm,
     )  # fmt: skip
     for check in checks:
         try:
@@ -100,8 +100,9 @@ def _check_recorder() -> list[Check]:
     if obstacle is not None:
         problem = f"torchlens_perf is off: {obstacle.problem}"
         return [Check(BROKEN, "recorder", problem, obstacle.remedy)]
-    records = "steps, phases, modules, data loading, collectives"
-    return [Check(OK, "recorder", "native", records=records)]
+    return [
+        Check(OK, "recorder", "native", records="steps, phases, modules, data loading, collectives")
+    ]
 
 
 def _check_tap() -> Iterator[Check]:
@@ -162,6 +163,22 @@ def _check_nccl() -> list[Check]:
         " of NCCL polls while a timed kernel runs, which takes CPU time"
     )
     return [Check(OK, subject, finding, records="NCCL kernels")]
+
+
+def _check_vllm() -> list[Check]:
+    """Return no check where vLLM is not installed."""
+    from torchlens_perf.roles.serving import describe_vllm
+
+    return [
+        Check(
+            OK if usable else LIMITED,
+            "workers of vLLM",
+            finding,
+            "install a newer torchlens-perf",
+            records="vLLM's workers",
+        )
+        for usable, finding in describe_vllm()
+    ]
 
 
 def _check_torch() -> Iterator[Check]:
@@ -279,9 +296,15 @@ def _check_autoload() -> Iterable[Check]:
     from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 
     if is_autoload_off(os.environ):
-        remedy = f"unset {AUTOLOAD_SWITCH}"
         finding = f"{AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} switches them off"
-        return [Check(LIMITED, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)]
+        return [
+            Check(
+                LIMITED,
+                "TORCHLENS_PERF=1 and the torchrun flag",
+                finding,
+                f"unset {AUTOLOAD_SWITCH}",
+            )
+        ]
     return map(_check_entry_point, ("torch.backends", "torchrun.logs_specs"))
 
 

