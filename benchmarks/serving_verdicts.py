@@ -215,6 +215,10 @@ def main(arguments: list[str] | None = None) -> int:
             answers.append(engine.generate(options.tokens))
             runs.append((kind, engine.call("stop_watch")[0], engine.call("read_slept")[SLOW_RANK]))
             print(*runs[-1], flush=True)
+        time.sleep(_SETTLE_S)  # The last sidecar writes its run.
+        for kind, run, slept_s in runs:
+            results[kind].append({"planted_s": slept_s, **read_slow_ranks(run)})
+            print(kind, results[kind][-1], flush=True)
         engine.call("slow_down", args=(SLOW_RANK, 0.0))
         engine.call("time_passes")
         pairs: list[dict[bool, float]] = []
@@ -234,10 +238,6 @@ def main(arguments: list[str] | None = None) -> int:
                 if watched:
                     engine.call("stop_watch")
             print("pair", pairs[-1], flush=True)
-        # The sidecars have written the runs meanwhile.
-        for kind, run, slept_s in runs:
-            results[kind].append({"planted_s": slept_s, **read_slow_ranks(run)})
-            print(kind, results[kind][-1], flush=True)
         results["same_tokens"] = all(each == expected for each in answers)
         if len(pairs) > 1:
             results["cost"] = estimate_cost([(each[True], each[False]) for each in pairs])

@@ -86,6 +86,7 @@ ELSEWHERE = {
     "printf": "a loop over lines: tests/backends/test_autotel.py",
     "done": "a loop over lines: tests/backends/test_autotel.py",
     "curl": "run by tests/prometheus/test_docs.py",
+    "vllm": "an engine is started by tests/roles/test_serving.py",
     "promtool": "run by tests/prometheus/test_docs.py",
     "ls": "run by tests/prometheus/test_docs.py",
     "sh": "run by tests/prometheus/test_docs.py",

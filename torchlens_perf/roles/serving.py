@@ -171,10 +171,12 @@ class _Serving:
     def __init__(self, watched: Watch, session: Session) -> None:
         from torchlens_perf.errors import guard
         from torchlens_perf.recorder.recorder import section
+        from torchlens_perf.run.rings.kinds import Kind
 
         self._watch, self._session, self._section = watched, session, section
         self._open: Any = None
         self._tokens = 0
+        self._wait, self._waits = (int(Kind.WAIT), session.intern(_WAITING)), False
         self._calls: list[_CommunicatorCall] = []
         guarded = guard("a pass of a worker")
         self.begin_pass, self.end_pass = guarded(self._begin_pass), guarded(self._end_pass)
@@ -201,6 +203,9 @@ class _Serving:
             self._end_step(self._tokens)
             self._tokens = 0
             self._enter(_WAITING)
+            # How long a rank waits depends on when it was ready. This is not its work.
+            self._session.recorder.begin(*self._wait)
+            self._waits = True
 
     def _end_step(self, tokens: int) -> None:
         self._enter("")
@@ -208,6 +213,9 @@ class _Serving:
 
     def _enter(self, name: str) -> None:
         """Close the open section, and open the section of this name, if any."""
+        if self._waits:
+            self._waits = False
+            self._session.recorder.end(*self._wait)
         if self._open is not None:
             self._open.__exit__(None, None, None)
         self._open = self._section(name).__enter__() if name else None
