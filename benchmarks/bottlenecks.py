@@ -129,7 +129,7 @@ def _first_named(report: Report) -> str:
     if row.kind in _BY_KIND:
         return _BY_KIND[row.kind]
     action = row.action
-    start = re.match(r"start with ([^,;]+),", action)
+    start = re.match(r"look first at ([^,;]+),", action)
     if start is not None:
         return start[1] if start[1] == "wide" else row.phase or "?"
     named = [name for name, words in _BY_ACTION.items() if any(word in action for word in words)]

@@ -28,7 +28,10 @@ def test_all_doctor_checks_pass_in_the_test_environment(
 
     assert [str(check) for check in checks.values() if check.severity != OK] == []
     count = len(torch_private.PRIVATE_NAMES)
-    assert checks["torch's internals"].finding == f"{count} of {count} that hooks use work"
+    assert (
+        checks["torch's internals"].finding
+        == f"{count} of {count} private names that hooks use are there"
+    )
     assert list(tmp_path.iterdir()) == [], "the doctor must leave no files behind"
 
 

@@ -71,7 +71,7 @@ def test_parts_add_up_to_the_step(runs: Path) -> None:
 
 def test_one_run_of_each_side_has_one_note(runs: Path) -> None:
     compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
-    assert sum("runs are assumed to differ" in note for note in compared.notes) == 1
+    assert sum("noise between runs is assumed" in note for note in compared.notes) == 1
     assert any(note.startswith("one run before and one run after: ") for note in compared.notes)
     assert not compared.list_changed(*Kind)
 
@@ -159,7 +159,7 @@ def test_result_that_is_not_known_comes_with_the_runs_that_would_tell(runs: Path
         ).action
         for spread in (0.005 * step.before, 0.2 * step.before)
     )
-    assert "runs of each side, in turn" in few
+    assert "runs of each side, alternating" in few
     assert "runs of one side differ by 0.5%" in few
     alone = replace(compared, changes={**compared.changes, STEP: step}, before=compared.before[:1])
     assert "because one run does not show how much runs differ" in build_headline(alone).action
@@ -217,8 +217,8 @@ def test_exit_code_follows_the_budget(
     arguments = ["compare", str(runs / "before"), str(runs / after), "--fail-on", budget]
     assert main(arguments) == code
     error = capsys.readouterr().err
-    assert ("exceeded" in error) is (code == 1)
-    assert ("cannot say" in error) is (code == 3)
+    assert ("exceeded step" in error) is (code == 1)
+    assert ("cannot tell" in error) is (code == 3)
 
 
 def test_text_has_result_tables_and_notes(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

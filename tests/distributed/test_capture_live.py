@@ -97,7 +97,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
         assert after < 1.5 * before
     assert (code, error) == (
         2,
-        f"torchlens-perf: {run.run_id} has ended: a capture needs a live run\n",
+        f"torchlens-perf: run {run.run_id} has ended: a capture needs a live run\n",
     )
 
 

@@ -47,7 +47,7 @@ def test_hang_verdict_shows_the_host_that_waits_for_its_device(tmp_path: Path) -
 
     assert "rank 0 " in text
     assert (
-        "last outside all recorded spans, waiting for its device in `return loss.item()`,"
+        "last in code outside all phases and sections, waiting for its device in `return loss.item()`,"
         " print_loss" in text
     )
     assert "or a collective's kernel that waits for another rank's device" in text

@@ -51,7 +51,7 @@ def test_ended_hang_with_the_highest_cost_is_the_first_verdict(tmp_path: Path) -
     hung_s = report["goodput"]["classes"]["hang"]["seconds"]
     assert hung_s == pytest.approx(verdict["lost_s"])
     assert verdict["text"].startswith(f"The job hung in step {STALL_STEP} for ")
-    assert ", and went on: " in verdict["text"]
+    assert ", and then continued: " in verdict["text"]
     assert "stuck here" in verdict["text"]
     assert verdict["evidence"]["stacks"]
     # On a busy machine another rank may be slow for a while, but the hang is not reported twice.

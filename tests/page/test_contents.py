@@ -230,8 +230,8 @@ def test_small_budget_widens_columns_and_drops_steps(
     fewer = len(whole["traces"]["steps"]) - len(small["traces"]["steps"])
     assert fewer > 0
     assert (
-        f"Of {len(whole['traces']['steps'])} chosen steps, {fewer} do not fit into the page and are"
-        " left out." in said
+        f"Left out of {len(whole['traces']['steps'])} chosen steps, because the page has no room:"
+        f" {fewer}." in said
     )
     assert whole["thinned"]["sentences"] == []
 

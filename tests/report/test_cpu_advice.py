@@ -44,9 +44,8 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
     said = action([[STARVED] * 60], CpuUsage(2, 0, [1.9, 2.0], [STRESS]), 1)
 
     assert (
-        said
-        == "see which programs outside of the job keep 95% of its CPUs busy, first of all stress-ng"
-        " (pid 7); then use more CPUs (now 2)."
+        said == "see which programs outside of the job keep 95% of its CPUs busy (mainly stress-ng"
+        " (pid 7)); then use more CPUs (now 2)."
     )
 
 
@@ -75,7 +74,7 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
             ["threads", "ranks"],
         ),
         (CpuUsage(2, 1, [0.0, 5.0], []), 1, 1, ["more CPUs (now 2)."], ["workers"]),
-        (CpuUsage(2, 0, [0.0, 5.0], []), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
+        (CpuUsage(2, 0, [0.0, 5.0], []), 1, 2, ["fewer ranks per node"], ["threads", "workers"]),
         (
             CpuUsage(2, 0, [5.0, 10.0], []),
             1,
@@ -173,14 +172,20 @@ def test_flagged_long_steps_keep_their_verdict_despite_cpu_contention(flag: Flag
     rows = checked(build_report("r", [node([loop])]))["verdicts"]
 
     assert [row.kind for row in rows] == ["lack_of_cpu", "long_steps"]
-    assert "1 other step waits 900 ms longer: 900 ms in total." in rows[0].sentence
+    assert (
+        "1 step outside of these waits for a CPU 900 ms longer: 900 ms in total."
+        in rows[0].sentence
+    )
 
 
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        (range(40, 60), " 20 other steps wait 60.0 ms longer on average: 1.20 s in total. Next: "),
-        ([55], " 1 other step waits 900 ms longer: 900 ms in total. Next: "),
+        (
+            range(40, 60),
+            " 20 steps outside of these wait for a CPU 60.0 ms longer on average: 1.20 s in total. Next: ",
+        ),
+        ([55], " 1 step outside of these waits for a CPU 900 ms longer: 900 ms in total. Next: "),
     ],
 )
 def test_steps_with_longer_cpu_contention_are_counted_without_a_verdict(

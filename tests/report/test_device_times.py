@@ -379,8 +379,8 @@ def test_waiting_for_the_device_is_not_blamed_on_host_code(run: RunDirectory) ->
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict.kind == "compute_bound"
     assert verdict.sentence.startswith(
-        "Computing takes 97% of a step by the GPU's clock (33.0 ms: the backward pass 20.0 ms, the forward"
-        " pass 10.0 ms, the optimizer 2.00 ms). The host is ahead, and waits for the GPU. Next: "
+        "Computing takes 97% of a step of 33.0 ms (the backward pass 20.0 ms, the forward pass 10.0 ms,"
+        " the optimizer 2.00 ms), by the GPU's clock. The host is ahead, and waits for the GPU. Next: "
     )
 
 
@@ -399,7 +399,7 @@ def test_verdict_on_an_idle_device_has_the_host_code_that_it_waits_for(run: RunD
     verdict = report_on(run, [rank])["verdicts"][-1]
     assert verdict.kind == "data_bound"
     assert verdict.sentence.startswith(
-        "Data loading takes 47% (30.0 ms) of a step by the GPU's clock (64.0 ms); computing 50% (32.0"
+        "Data loading takes 47% (30.0 ms) of a step of 64.0 ms, by the GPU's clock; computing 50% (32.0"
         " ms). Next: see what takes the time of a batch"
     )
 

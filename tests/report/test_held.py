@@ -166,7 +166,7 @@ def test_bottleneck_of_a_part_of_the_run_is_reported() -> None:
     assert (
         row.sentence
         == "Data loading took 57% (20.0 ms) of a step of 35.0 ms from step 64 to 127; in the"
-        " rest of the run, 1.00 ms."
+        " rest of the run, 1.00 ms. It is over: no action is needed unless it returns."
     )
     assert (row.held.since_step, row.held.until_step) == (64, 128)
     assert (row.held.windows_held, row.held.windows_judged) == (8, 50)
@@ -388,7 +388,7 @@ def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
 
     assert (
         row.sentence
-        == "The job hung in step 57 for 60.0 s, and went on: 95% of all step time. Rank 2 did not"
+        == "The job hung in step 57 for 60.0 s, and then continued: 95% of all step time. Rank 2 did not"
         " enter it. Next: look at it."
     )
     assert (row.kind, row.rank, row.evidence.went_on) == ("hang_ended", 2, True)
@@ -414,7 +414,7 @@ def test_short_past_hang_is_listed_as_earlier() -> None:
 
     assert (
         report["verdicts"][-1].sentence
-        == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
+        == "The job hung in step 57 for 12.0 s, and then continued. Rank 2 did not enter it."
     )
     assert "  earlier " in render_full(report, "x", columns=200, color=False)
 
@@ -432,7 +432,7 @@ def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str)
     assert ("died" in [each.kind for each in report["verdicts"]]) is (ended == "died")
     assert (
         row.sentence
-        == "The job hung in step 57 for 60.0 s, and ended in it. Rank 2 did not enter it. Next:"
+        == "The job hung in step 57 for 60.0 s, and did not continue. Rank 2 did not enter it. Next:"
         " look at it."
     )
     text = render_full(report, "x", columns=110, color=False)
@@ -448,7 +448,7 @@ def test_recovered_slow_link_is_listed_as_earlier() -> None:
     row = rows(node([usual(200)] * 2, records=log.records))["slow_link_ended"]
 
     assert row.sentence.startswith(
-        "No longer true: Communication of ranks 3-4 is slow: allreduce of"
+        "This is over, and needs no action unless it returns: Communication of ranks 3-4 is slow: allreduce of"
     )
     assert row.evidence.ranks == (3, 4)
     assert (row.held.since_step, row.held.until_step) == (40, 90)
@@ -512,7 +512,10 @@ def test_newest_ended_findings_are_listed_as_earlier() -> None:
     words = " ".join(text.partition("  earlier ")[2].split())
 
     assert words.startswith("Rank 1 was slow in the backward pass from step 100 to step 109: ")
-    assert "It is over. Held in 2 of 20 windows of 8 steps, from step 100 to 109 (" in words
+    assert (
+        "It is over: no action is needed unless it returns. Seen in 2 of 20 windows of 8 steps, from step 100 to 109 ("
+        in words
+    )
     assert "2 more: --json" in words
 
 

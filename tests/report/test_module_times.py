@@ -87,7 +87,7 @@ def test_outlier_in_one_of_twelve_equal_blocks_is_not_named(reports: dict[str, A
     rows = {row["name"]: row for row in report["modules"]}
 
     assert "blocks.6" not in " ".join(each.sentence for each in report["verdicts"])
-    assert "start with blocks.*.mlp, the largest by device time (12 equal modules, 2.1" in (
+    assert "look first at blocks.*.mlp, the largest by device time (12 equal modules, 2.1" in (
         report["verdicts"][-1].sentence
     )
     for block in range(12):
@@ -111,7 +111,7 @@ def test_two_passes_of_one_step_are_no_times_of_modules(reports: dict[str, Any])
 def test_heavy_module_is_found_by_its_work_without_enough_samples(reports: dict[str, Any]) -> None:
     """Its siblings have a quarter of its FLOPs. Some of their samples contain host stalls."""
     assert (
-        "Next: start with blocks.5.mlp, which has the most FLOPs of all timed modules (11% of a"
+        "Next: look first at blocks.5.mlp, which has the most FLOPs of all timed modules (11% of a"
         in reports["slow_module"]["verdicts"][-1].sentence
     )
 

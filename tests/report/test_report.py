@@ -107,7 +107,12 @@ def test_step_times_own_times_and_shares_equal_the_recorded_ones(run: RunDirecto
         ({"data": 5, "forward": 5}, "data_bound", "data", "a batch"),
         ({"forward": 5, "communication": 5}, "communication_bound", "communication", "operations"),
         ({"forward": 5, "host": 5}, "host_bound", "host", "perf.section()"),
-        ({"forward": 19, "host": 1}, "compute_bound", "forward", "largest module by own time"),
+        (
+            {"forward": 19, "host": 1},
+            "compute_bound",
+            "forward",
+            "module with the most time of its own",
+        ),
     ],
 )
 def test_verdict_on_a_single_rank_is_its_bottleneck(
@@ -221,7 +226,8 @@ def test_overhead_share_excludes_a_first_step_that_compiles(run: RunDirectory) -
 
 
 @pytest.mark.parametrize(
-    ("steps", "text"), [(0, "No step was seen."), (2, "Only 2 steps"), (12, "Too few steps")]
+    ("steps", "text"),
+    [(0, "No step was seen."), (2, "Too few steps were recorded (2)"), (12, "Too few steps")],
 )
 def test_few_or_no_steps_are_explained_without_zeros(
     run: RunDirectory, steps: int, text: str
@@ -339,7 +345,7 @@ class TestTerminal:
         """The slow rank is compared with another one."""
         lines = (
             render_full(self.value(run), "/runs/1", columns=86, color=False)
-            .partition("Excess")[0]
+            .partition("Extra compute")[0]
             .splitlines()
         )
         bars = {
@@ -409,7 +415,7 @@ class TestTerminal:
             rank.steps(10, **{**WORK, "forward": 4 + (rank.identity.rank == 13)})
         text = render_full(report_on(run, ranks), "/runs/1", columns=130, color=False)
 
-        assert "  16 more ranks, compute 12.0 ms" in text
+        assert "  16 ranks not shown: compute 12.0 ms" in text
         assert text.partition("  rank  ")[2].splitlines()[1].split()[0] == "13"
 
 

@@ -71,7 +71,7 @@ def test_each_key_of_top_does_what_the_help_says(live: LiveSimulation) -> None:
             await drawn.sees("Collectives")
             await drawn.press("escape", "v")
             await drawn.sees("── findings")
-            await drawn.sees("held in ")
+            await drawn.sees("seen in ")
             await drawn.press("escape", "n")
             await drawn.sees("- simulated")
             await drawn.press("escape", "question_mark")

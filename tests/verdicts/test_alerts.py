@@ -94,8 +94,8 @@ def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
 
     assert started.because == ("gc",)
     assert (
-        "Cause: Python's garbage collector takes 90% of its time (explains 90% of the difference). Next: call"
-        " gc.freeze()" in started.sentence
+        "Cause: Python's garbage collector takes 90% of the step time of rank 3, which explains 90% of the"
+        " difference. Next: call gc.freeze()" in started.sentence
     )
     assert unknown.because == ()
     assert started.id == unknown.id
@@ -467,7 +467,14 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     assert raised == [
         [("imbalance", "started", (6, 7), verdict.sentence)],
         [],
-        [("imbalance", "ended", (6, 7), f"No longer true: {changed.text}")],
+        [
+            (
+                "imbalance",
+                "ended",
+                (6, 7),
+                f"This is over, and needs no action unless it returns: {changed.text}",
+            )
+        ],
         [],
     ]
 

@@ -81,8 +81,8 @@ def test_hidden_rows_are_counted_with_their_range() -> None:
         ranged="compute",
     )
 
-    assert table.describe_hidden_rows(1) == "3 more ranks, compute 245 to 251 ms"
-    assert table.describe_hidden_rows(3) == "1 more rank, compute 250 ms"
+    assert table.describe_hidden_rows(1) == "3 ranks not shown: compute 245 to 251 ms"
+    assert table.describe_hidden_rows(3) == "1 rank not shown: compute 250 ms"
     assert table.describe_hidden_rows(4) == ""
 
 
@@ -90,7 +90,7 @@ def test_range_of_hidden_rows_has_a_suitable_unit() -> None:
     compute = Column("compute", [2.0, 0.005, 0.006])
     table = Table("ranks", "Ranks", [compute], noun="rank", ranged="compute")
     assert compute.unit == "s"
-    assert table.describe_hidden_rows(1) == "2 more ranks, compute 5.00 to 6.00 ms"
+    assert table.describe_hidden_rows(1) == "2 ranks not shown: compute 5.00 to 6.00 ms"
 
 
 def test_large_numbers_are_formatted_without_an_exponent() -> None:

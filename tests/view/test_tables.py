@@ -88,7 +88,7 @@ def test_table_of_many_equal_ranks_shows_four_and_summarizes_the_rest(clean: Rep
     table = found(clean, "ranks")
 
     assert (table.rows, table.first, table.slow) == (16, 4, frozenset())
-    assert table.describe_hidden_rows(4).startswith("12 more ranks, compute ")
+    assert table.describe_hidden_rows(4).startswith("12 ranks not shown: compute ")
     assert table.describe_hidden_rows(4).endswith(" ms")
 
 

@@ -186,7 +186,11 @@ def choose_exit_code(budgets: Mapping[str, float], compared: Comparison) -> tupl
             unknown.append(f"{name} may have grown by up to {at_most:.1%} (budget {budget:.1%})")
     if exceeded:
         return FOUND, f"--fail-on: exceeded {'; '.join(exceeded)}"
-    return (UNKNOWN, f"--fail-on: cannot say: {'; '.join(unknown)}") if unknown else (0, "")
+    return (
+        (UNKNOWN, f"--fail-on: cannot tell whether the budget is exceeded: {'; '.join(unknown)}")
+        if unknown
+        else (0, "")
+    )
 
 
 COMMAND = Command(

@@ -198,7 +198,7 @@ def _check_torch() -> Iterator[Check]:
     )
     names = torch_private.PRIVATE_NAMES
     missing = [entry for entry in names if not torch_private.is_usable(entry.name)]
-    found = f"{len(names) - len(missing)} of {len(names)} that hooks use work"
+    found = f"{len(names) - len(missing)} of {len(names)} private names that hooks use are there"
     yield Check(OK, "torch's internals", found)
     for entry in missing:
         finding = f"missing: {entry.without}"

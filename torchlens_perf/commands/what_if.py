@@ -38,7 +38,7 @@ examples:
 _CLAUSES = {
     "rank": "rank {name} computed as fast as the median rank",
     "rank=all": "each slower rank computed as fast as the median rank",
-    "module": "the modules {name} took {share}",
+    "module": "modules matching {name} took {share}",
     "section": "section {name} took {share}",
     "contention": "waiting for a CPU took {share}",
     "saving": "saving checkpoints took {share}",

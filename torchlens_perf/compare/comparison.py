@@ -144,7 +144,8 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
         f"one run {name}" for name, side in (("before", before), ("after", after)) if len(side) == 1
     ]
     notes += [
-        f"{' and '.join(alone)}: runs are assumed to differ by {_assume_spread((*before, *after)):.0%}."
+        f"{' and '.join(alone)}: the noise between runs is assumed to be"
+        f" {_assume_spread((*before, *after)):.0%}."
         " Record 5 runs or more of each side to measure how much they differ"
     ] * bool(alone)
     return Comparison(

@@ -137,14 +137,14 @@ def _suggest_action(compared: Comparison, step: Change) -> str:
     everyone = (*compared.before, *compared.after)
     tested = sum(each.kind not in DETAILS for each in compared.changes)
     runs = count_runs_to_decide(step, MARGIN * step.before, tested)
-    differ = f"runs of one side differ by {format_percent(step.spread / step.before)}"
+    differ = f"step times of runs of one side differ by {format_percent(step.spread / step.before)}"
     if min(len(compared.before), len(compared.after)) == 1:
         differ = "an estimate, because one run does not show how much runs differ"
     if runs is None:
         smallest = format_percent(find_detectable(step, MOST_RUNS, tested) / step.before)
         found = [f"even {MOST_RUNS} runs of each side would not show a change below {smallest}"]
     else:
-        found = [f"record {runs} runs of each side, in turn, to know"]
+        found = [f"record {runs} runs of each side, alternating, to tell a change from noise"]
     found[0] += f" ({differ})"
     in_run = sum(each.noise_of(STEP) ** 2 for each in everyone) / len(everyone)
     if 2 * in_run >= step.spread**2:
@@ -238,7 +238,7 @@ def _build_rank_tables(compared: Comparison) -> list[Table]:
             "Compute time of each rank",
             columns,
             first=_MAX_ROWS,
-            note="Of the first run of each side. Only verdicts are tested against noise.",
+            note="From the first run of each side, and not tested against noise.",
             noun="rank",
         )
     ]
@@ -326,5 +326,5 @@ def build_notes(compared: Comparison) -> list[str]:
             names = ", ".join(sanitize_line(_label_measure(each)) for each in only[:_MAX_NAMED])
             more = f" and {len(only) - _MAX_NAMED} more" if len(only) > _MAX_NAMED else ""
             found.append(f"only {name}: {names}{more}")
-    found.append(f"a change below {MARGIN:.0%} of the step counts as the same")
+    found.append(f"a change below {MARGIN:.0%} of the step time is shown as the same")
     return found

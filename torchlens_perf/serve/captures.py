@@ -108,12 +108,12 @@ def _choose_first_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, in
     if report is None:
         raise NotReadYetError(not_yet)
     if not report["run"]["live"]:
-        raise ConfigError(f"{run.run_id} has ended: a capture needs a live run")
+        raise ConfigError(f"run {run.run_id} has ended: a capture needs a live run")
     now_s = time.time()
     silent_s = now_s - max(path.stat().st_mtime for path in states)
     if silent_s > SILENT_S:
         raise ConfigError(
-            f"{run.run_id} has written nothing for {format_age(silent_s)}, so no sidecar would read the"
+            f"run {run.run_id} has written nothing for {format_age(silent_s)}, so no sidecar would read the"
             " request: a capture needs a live run"
         )
     if report["run"]["last_step_at"] is None:

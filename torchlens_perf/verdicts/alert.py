@@ -87,7 +87,9 @@ class AlertBuilder:
             last,
             id=_digest(last.about, ENDED),
             change=ENDED,
-            text=f"{last.text} {why}" if why else f"No longer true: {last.text}",
+            text=f"{last.text} {why}"
+            if why
+            else f"This is over, and needs no action unless it returns: {last.text}",
             next="",
             unix_ns=self.unix_ns,
         )

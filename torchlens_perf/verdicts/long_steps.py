@@ -13,6 +13,8 @@ class LongSteps(TypedDict):
     kinds: list[str]
     """Additional work of these steps, such as evaluation. For longer steps, only work that may be
     the cause."""
+    ranks: list[int]
+    """The ranks that do this work; [] if it is not known."""
     part: str
     """The part of the step with the largest difference."""
     count: int
@@ -33,6 +35,7 @@ def join_long_steps(classes: Sequence[LongSteps]) -> LongSteps:
     count = sum(each["count"] for each in classes)
     return {
         **classes[0],
+        "ranks": sorted({rank for each in classes for rank in each["ranks"]}),
         "count": count,
         "steps": sorted({step for each in classes for step in each["steps"]}),
         "mean_s": sum(each["count"] * each["mean_s"] for each in classes) / count,

@@ -72,13 +72,13 @@ def describe_slow_links(findings: LinkFindings) -> list[str]:
     worst, others = findings.links[0], ""
     text = (
         f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes"
-        f" {format_duration(worst.transfer_ns / 1e9)}, but {format_duration(worst.peers_transfer_ns / 1e9)} on"
-        f" {worst.peers} groups or links of the same kind"
+        f" {format_duration(worst.transfer_ns / 1e9)}, but {format_duration(worst.peers_transfer_ns / 1e9)} in"
+        f" {worst.peers} other {'link' if worst.pair else 'group'}{'s' * (worst.peers > 1)} of this kind"
     )
     if worst.busbw is not None and worst.peers_busbw is not None:
         text += f" ({format_bytes(worst.busbw, 'B/s')} against {format_bytes(worst.peers_busbw, 'B/s')} bus bandwidth)"
-    at_most = "at most " if worst.overlapped else ""
-    text += f". That cost {at_most}{format_duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
+    cost = f"{'at most ' * worst.overlapped}{format_duration(worst.cost_ns / 1e9)}"
+    text += f". All {worst.operations} of these operations together cost the job {cost}."
     if len(findings.links) > 1:
         others = f"{len(findings.links)} links are slow"
         if findings.shared_ranks:

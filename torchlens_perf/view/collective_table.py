@@ -33,8 +33,8 @@ def build_collective_table(report: Report) -> Table | None:
         Column("bytes", [row["bytes"] for row in rows], Quantity.BYTES, 0.5),
         Column("duration p50", [row["duration_s"]["p50_s"] for row in rows], optional=0.4),
         Column("comm wait", [value for _, value in waits], marks=[mark for mark, _ in waits],
-               help="Mean time that a rank waits for the last rank. Of asynchronous operations (~): the time from"
-               " their issue on this rank to that on the last one."),
+               help="Mean time that a rank waits for the last rank. For asynchronous operations (~), it is the"
+               " time from the issue on this rank to the issue on the last rank."),
         Column("transfer", [value for _, value in transfers], optional=0.6, marks=[mark for mark, _ in transfers],
                help="Median duration from the arrival of the last rank to the end."),
         Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7,

@@ -231,7 +231,12 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
     elif held is not None and held.since_step is not None and row.kind not in _STEP_WORDS:
         found.append(("steps", format_step_range(held.since_step, held.until_step)))
         if row.kind == "straggler" and evidence.share_of_steps is not None:
-            found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))
+            found.append(
+                (
+                    "seen",
+                    f"slow in {format_percent(evidence.share_of_steps)} of the steps since then",
+                )
+            )
         elif held.windows_judged:
             found.append(
                 (
@@ -248,7 +253,7 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
 
 
 def fact_text(name: str, text: str) -> str:
-    """Return a fact as text: "rank 13", "since step 40", "seen in 97% of these steps"."""
+    """Return a fact as text: "rank 13", "since step 40", "seen slow in 97% of the steps since then"."""
     return text if name == "steps" else f"{name} {text}"
 
 

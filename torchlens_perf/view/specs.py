@@ -178,18 +178,18 @@ class Table:
         )
 
     def describe_hidden_rows(self, shown: int) -> str:
-        """Return text on the hidden rows, such as "56 more ranks, compute 245 to 251 ms"; or ""."""
+        """Return text on the hidden rows, such as "56 ranks not shown: compute 245 to 251 ms"."""
         left = self.rows - shown
         if left <= 0:
             return ""
-        words = f"{left} more {self.noun}{'s' if left > 1 else ''}"
+        words = f"{left} {self.noun}{'s' if left > 1 else ''} not shown"
         for column in self.columns:
             values = [value for value in column.values[shown:] if isinstance(value, (int, float))]
             if column.title == self.ranged and values:
                 hidden = dataclasses.replace(column, values=[min(values), max(values)], marks=())
                 least, most = hidden.texts()
                 span = least if least == most else f"{least} to {most}"
-                return f"{words}, {column.title} {span} {hidden.unit}".rstrip()
+                return f"{words}: {column.title} {span} {hidden.unit}".rstrip()
         return words
 
 

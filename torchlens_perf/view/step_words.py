@@ -9,7 +9,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_rounded,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.evidence import describe_warm_up
 from torchlens_perf.verdicts.words.report import Quality, Report, Trend
 
 _FLAT = 0.03
@@ -59,8 +58,8 @@ def describe_step_times(report: Report) -> list[str]:
     steps = report["steps"]
     if steps["p50_s"] is None:
         every = "all of them " if steps["count"] > 1 else ""
-        longest = describe_warm_up(steps["count"], steps["warm_up_max_s"], steps["warm_up_parts"])
-        return [f"{every}warm-up{longest}"]
+        longest = format_duration(steps["warm_up_max_s"] or 0.0)
+        return [f"{every}warm-up, the longest {longest}" if steps["warm_up_max_s"] else "warm-up"]
     quantiles = (("p50", steps["p50_s"]), ("p95", steps["p95_s"]), ("max", steps["max_s"]))
     words = [f"{name} {format_duration(value)}" for name, value in quantiles if value is not None]
     if steps["mean_s"]:

@@ -52,7 +52,7 @@ from torchlens_perf.view.theme import EXCESS_BOUNDS, EXCESS_STYLES, PARTS, SEVER
 SHORT_LINES, REPORT_LINES = 34, 40
 """The most lines of the report that rank 0 prints, and of `report` without --all."""
 _PLAIN_WIDTH = 118
-_LABEL = 12
+_LABEL, _OVER = 12, "no action needed: "
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
 _MIN_NAME, _STACK_LINES, _MIN_ROWS = 12, 6, 3
 _WORD_PARTS = re.compile(r"[^./_:=-]*[./_:=-]+|[^./_:=-]+")
@@ -244,7 +244,7 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     for each, row in zip(found, report["verdicts"], strict=True):
         if each.is_over:
             held = describe_period(row.held, started)
-            over.append(f"{each.sentence} {f'Held {held}' if held else ''}")
+            over.append(f"{each.sentence} {f'Seen {held}' if held else ''}")
         else:
             yield Text("")
             yield from held_verdict_lines(each, row, report, width)
@@ -328,7 +328,7 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
         *itertools.zip_longest(("where",), head.places, fillvalue=""),
         ("lost", head.loss),
         ("cause", head.cause if places else ""),
-        ("held", "" if "at" in facts else held),
+        ("seen", "" if "at" in facts else held),
         ("next", head.action),
     ]
     if places:
@@ -365,23 +365,20 @@ def _with_others(cost: str, head: Headline) -> str:
 
 
 def headline_lines(head: Headline, width: int, label: str = "", more: str = "") -> list[Text]:
-    """Return a secondary verdict: its location and cost in one line, or else its first sentence, or
-    all of it in one line.
+    """Return a secondary verdict: its location and cost, or else its first sentence, or all of it in
+    one line.
 
-    label: text to show in place of the status. more: text to append.
+    label: text to show in place of the status of a verdict that is over. more: text to append.
     """
     places, style = _verdict_location(head), "dim" if label else SEVERITIES[head.severity].terminal
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
     if not _is_located(head):
         text = head.first_sentence if len(head.sentence) > width - 2 - _LABEL else head.sentence
-        return _wrap_field(label or head.status, f"{text}{more}", width, style)
-    # The other ranks are last, because a narrow terminal cuts the line.
+        return _wrap_field(label or head.status, f"{_OVER * bool(label)}{text}{more}", width, style)
     others = (fact_text(*fact) for fact in head.facts if fact[0] == "together with")
     text = ", ".join(filter(None, (*places[:1], head.short_cost, *places[1:], *others)))
-    line = _labelled_line(label or head.status, f"{text}{more}", style)
-    line.truncate(width, overflow="ellipsis")
-    return [line]
+    return _wrap_field(label or head.status, f"{_OVER * bool(label)}{text}{more}", width, style)
 
 
 def stack_lines(row: Verdict, width: int) -> Iterator[Text]:
@@ -576,7 +573,10 @@ def _heat_map_lines(heat: Heat | None, width: int) -> Iterator[Text]:
     first = heat["first_steps"]
     together = -(-len(first) // max(4, min(_HEAT_COLUMNS, width - _LABEL - 4)))
     yield Text("")
-    yield Text("  Excess compute time over the run, share of the other ranks' median", style="bold")
+    yield Text(
+        "  Extra compute time of each rank over the run, as a share of the other ranks' median",
+        style="bold",
+    )
     for rank in shown:
         line = _labelled_line(f"rank {rank['rank']}", "│")
         for at in range(0, len(first), together):

@@ -90,7 +90,7 @@ def _note(job: Utilization) -> str:
         precisions = ", ".join(job.precisions)
         text += f"MFU is not measured: no peak is known for {precisions} on this device."
     names = [f"{each.operator} ({format_percent(each.share)})" for each in job.uncounted[:3]]
-    return f"{text} Without a formula: {', '.join(names)}." if names else text
+    return f"{text} Operators whose FLOPs are not counted: {', '.join(names)}." if names else text
 
 
 def build_roofline_table(report: Report) -> Table | None:

@@ -204,7 +204,7 @@ def test_rank_that_waits_for_its_device_before_a_collective_is_blamed() -> None:
     hang = found(behind(0, inside=(), device=LastDeviceMark(99, 7, "", 0.0), waits_in=ITEM))
     assert (hang.kind, named(hang)) == ("missing", [0])
     assert (
-        "rank 0 (node-a) did not enter it, last outside all recorded spans, waiting for its device"
+        "rank 0 (node-a) did not enter it, last in code outside all phases and sections, waiting for its device"
         " in `loss.item()`, train (gpt.py:31). Next: see which kernel runs on the device of rank 0"
         " on node-a (cuda-gdb: info cuda kernels): a kernel that does not end, or a collective's"
         " kernel that waits for another rank's device." in hang_text(hang)

@@ -256,7 +256,7 @@ def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
 def test_all_ranks_outside_spans_are_a_pause_and_no_alarm() -> None:
     """The ranks are in code that is not timed."""
     assert hang_text(found(*every(4, inside=()))).endswith(
-        "\nranks 0-3: outside all recorded spans"
+        "\nranks 0-3: in code outside all phases and sections"
     )
 
 

@@ -66,7 +66,7 @@ def only(found: Diagnosis) -> Cause:
             "gc",
             "host",
             {"gc_share": 0.2},
-            "collector takes 20% of its time, against 0.0% on the others",
+            "collector takes 20% of the step time of rank 3, against 0.0% on the others",
         ),
         (
             "busy_neighbour",
@@ -108,21 +108,21 @@ def only(found: Diagnosis) -> Cause:
                 "refaults_per_s": 700.0,
             },
             (
-                "its control group /pod has to evict pages that it needs again: it waits for 800"
-                " pages a second, against 0"
+                "the control group /pod has to evict pages that it needs again: rank 3 waits for"
+                " 800 pages a second, against 0"
             ),
         ),
         (
             "memory_pressure",
             "forward",
             {"asleep_share": 0.2, "major_faults_per_s": 300.0, "memory_stall_share": 0.3},
-            "memory is short on its node: it waits for 300 pages a second, against 0",
+            "memory is short on the node: rank 3 waits for 300 pages a second, against 0",
         ),
         (
             "cpu_clock",
             "host",
             {"cpu_clock_share": 0.6},
-            "CPU runs at 60% of its highest clock, against 90% usually",
+            "CPU of rank 3 runs at 60% of its highest clock, against 90% usually",
         ),
         (
             "gpu_throttled",
@@ -186,7 +186,7 @@ def only(found: Diagnosis) -> Cause:
             "network",
             "compute",
             {"link_errors_per_s": 2.0},
-            "its node has InfiniBand errors: 2 a second",
+            "the node of rank 3 has InfiniBand errors: 2 a second",
         ),
         (
             "alloc_retries",
@@ -204,8 +204,8 @@ def test_planted_cause_is_the_only_one_in_the_diagnosis(
     cause = only(diagnosis(changed, slow=episode(SLOW, phase=phase), **details))
 
     assert cause.kind == kind
-    assert words in describe_cause(cause)[0]
-    assert describe_cause(cause)[1].endswith(".")
+    assert words in describe_cause(cause, 3)[0]
+    assert describe_cause(cause, 3)[1].endswith(".")
     assert all(
         cause.evidence[signal] == pytest.approx(value, rel=0.01)
         for signal, value in changed.items()
@@ -351,11 +351,12 @@ def test_verdict_has_cause_explained_share_and_action() -> None:
     told = verdict(diagnosis({"gc_share": 0.2, "nvlink_errors_per_s": 1.0}))
 
     assert (
-        "since step 100. Cause: Python's garbage collector takes 20% of its time" in told.sentence
+        "since step 100. Cause: Python's garbage collector takes 20% of the step time of rank 3"
+        in told.sentence
     )
     assert (
-        "(explains 100% of the difference). Not seen on other ranks: its GPU has NVLink errors: 1 a"
-        " second" in told.sentence
+        "which explains 100% of the difference. Not seen on other ranks: the GPU of the rank has"
+        " NVLink errors: 1 a second" in told.sentence
     )
     assert "Next: call gc.freeze()" in told.sentence
     assert [cause.kind for cause in told.diagnosis.causes] == ["gc", "nvlink"]
@@ -367,8 +368,8 @@ def test_hardware_error_that_explains_no_time_is_not_called_the_cause() -> None:
     told = verdict(diagnosis({"xids_per_s": 0.001}))
 
     assert (
-        "since step 100. Cause: none explains the time."
-        " Not seen on other ranks: its GPU has errors of the driver (XID): 4 an hour, against none"
+        "since step 100. Cause: none found that takes this time."
+        " Not seen on other ranks: the GPU of the rank has errors of the driver (XID): 4 an hour, against none"
         " on the others; look them up in the kernel's log; drain the node. Next: look for what only"
         " rank 3 does" in told.sentence
     )

@@ -261,7 +261,7 @@ class TestKindsOfSteps:
         texts = [each.sentence for each in report["verdicts"]]
 
         assert [(each["count"], each["part"]) for each in report["steps"]["long"]] == [(12, "cpu")]
-        assert any("(CPU contention)" in text for text in texts)
+        assert any("(most of it is CPU contention)" in text for text in texts)
         assert "kinds of steps" not in " ".join(texts)
 
     @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_very_long_step_has_a_separate_verdict() -> None:
     ]
     (long,) = [text for text in sentences if " longer" in text]
     assert long.startswith(
-        "1 of 319 steps (step 300) takes 45.0 s longer (comm wait): 89% of all step time"
+        "1 of 319 steps (step 300) takes 45.0 s longer (most of it is comm wait): 89% of all step time"
     )
 
 
@@ -549,7 +549,7 @@ def test_sentence_notes_that_long_steps_differ_between_ranks() -> None:
 
     (long,) = [each for each in report_on(*ranks)["verdicts"] if each.kind == "long_steps"]
     assert long.sentence.startswith(
-        "2 of 103 steps (not the same on all ranks: steps 30, 50, 100) take 900 ms longer "
+        "2 of 103 steps (which ones differs between ranks: steps 30, 50, 100) take 900 ms longer "
     )
 
 
@@ -559,7 +559,7 @@ def test_step_with_a_call_of_this_package_is_attributed_to_it() -> None:
     report = report_on([*[usual] * 40, asked, *[usual] * 40])
     (said,) = (row.sentence for row in report["verdicts"] if row.kind == "long_steps")
 
-    assert "takes 900 ms longer (torchlens_perf)" in said
+    assert "takes 900 ms longer (most of it is work of torchlens_perf)" in said
     assert (
         "Next: if the loop requests results (w.summary(), w.step_table(), a display), do so less"
         " often" in said
@@ -666,7 +666,7 @@ def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
     (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
 
     assert verdict.sentence.startswith(
-        "CPU contention takes 60% of the ranks' time, by samples of one second"
+        "In 60% of one-second samples, a rank's main thread was ready to run but had no CPU"
     )
     assert quiet.kind == "compute_bound"
 
@@ -783,8 +783,8 @@ class TestOnADevice:
         assert (verdict.kind, verdict.cost_share) == ("not_known", None)
         assert verdict.sentence.startswith(
             "What limits the step is not known: the work is on a device (xpu), and only host time"
-            " was recorded. Host code takes 73% (40.0 ms) of a typical step"
-            " on the host, which may be waiting for the device."
+            " was recorded. By the host's clock, host code takes 73% (40.0 ms) of a typical step,"
+            " but the host may be waiting for the device there."
         )
 
     def test_report_notes_that_ranks_were_not_compared(self) -> None:
@@ -808,7 +808,8 @@ class TestOnADevice:
             [("Net", True, False)],
             True,
             (
-                "start with Net, the largest module by own time (12.0 ms of forward a step);"
+                "look first at Net, the module with the most time of its own (12.0 ms of the forward pass"
+                " in each step);"
                 " modules=1 shows what is inside."
             ),
         ),
@@ -832,19 +833,22 @@ class TestOnADevice:
             [("blocks.0", False, True), ("Net", True, False)],
             True,
             (
-                "start with blocks.0, the largest module by own time (12.0 ms of forward a step);"
+                "look first at blocks.0, the module with the most time of its own (12.0 ms of the forward pass"
+                " in each step);"
                 ' modules=["blocks.0.*"] shows what is inside.'
             ),
         ),
         (
             [("head", False, False), ("blocks.0", False, True)],
             True,
-            "start with head, the largest module by own time (12.0 ms of forward a step).",
+            "look first at head, the module with the most time of its own (12.0 ms of the forward pass"
+            " in each step).",
         ),
         (
             [("4", False, False), ("Net", True, False)],
             False,
-            "start with module 4, the largest module by own time (12.0 ms of forward a step).",
+            "look first at module 4, the module with the most time of its own (12.0 ms of the forward pass"
+            " in each step).",
         ),
     ],
 )

@@ -177,7 +177,7 @@ def test_sentence_on_a_rank_slow_since_the_start_has_no_step_and_no_unknown_host
         ),
         (
             "compute",
-            "in computing, both forward and backward:",
+            "in computing (forward and backward):",
             "compare the input sizes of the model on rank 3",
             "slow_compute",
         ),
@@ -404,7 +404,7 @@ def test_cost_of_a_node_is_shared_or_unknown() -> None:
     assert (not_told.cost_s_per_step, not_told.cost_share) == (None, None)
     assert (
         "which cost the job 19.0 ms a step (19%), together with ranks slow at that time. It is"
-        " over." in was.sentence
+        " over: no action is needed unless" in was.sentence
     )
     assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
 
@@ -504,7 +504,8 @@ def test_ended_episodes_follow_open_ones_newest_first() -> None:
     assert (
         before[0].sentence
         == "Rank 2 was slow in the backward pass from step 60 to step 109: 20.0 ms more a step, which"
-        " cost the job 15.0 ms a step (15%). It is over."
+        " cost the job 15.0 ms a step (15%). It is over:"
+        " no action is needed unless it returns."
     )
     assert "from the start to step 69" in before[2].sentence
     assert before[0].evidence.until_step == 110
@@ -620,7 +621,8 @@ class TestNoSlowRank:
             assert (
                 text
                 == "The ranks were not compared: they do different work, or were not recorded at"
-                " the same time."
+                " the same time. Next: nothing if the ranks are meant to differ; else start all ranks"
+                " with the same script."
             )
         mixed = (*usual[:-1], dataclasses.replace(usual[-1], population=f"m{BY_DEVICE}"))
         if len(usual) > 1:

@@ -258,10 +258,10 @@ class StepClass:
     """Indexes of the newest steps of the class."""
     period: int | None
     """Number of steps from one step of the class to the next; None if irregular."""
-    only: int | None = None
-    """Index of the StepMix (rank) that does the work in `kinds` while all other ranks wait in
-    communication. None if several ranks do the work, or if other ranks do not wait.
-    """
+    doing: tuple[int, ...] = ()
+    """Indexes of the mixes (ranks) that do the work in `kinds`; () if no cause is known."""
+    is_awaited: bool = False
+    """True if one rank does this work while all other ranks wait in communication."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -632,6 +632,9 @@ def _make_step_class(
     known = _newest_steps_without_gap(found)
     # Some irregular steps are equally far apart by chance.
     by_chance = not kinds and len(known) < _MIN_PERIODIC
+    doing, waiting = (
+        {each.mix for each in found if each.waits is waits} for waits in (False, True)
+    )
     return StepClass(
         kinds=kinds,
         part=max(
@@ -646,15 +649,9 @@ def _make_step_class(
         total_ns=total_ns / ranks,
         steps=tuple(known),
         period=None if by_chance else find_lasting_period(known, last),
-        only=_find_mix_waited_for(found, ranks) if kinds else None,
+        doing=tuple(sorted(doing)) if kinds else (),
+        is_awaited=bool(kinds and waiting) and len(doing) == 1 and len(doing | waiting) == ranks,
     )
-
-
-def _find_mix_waited_for(found: Sequence[_UnusualBin], ranks: int) -> int | None:
-    doing, waiting = (
-        {each.mix for each in found if each.waits is waits} for waits in (False, True)
-    )
-    return min(doing) if len(doing) == 1 and waiting and len(doing | waiting) == ranks else None
 
 
 def _find_period(steps: Sequence[int]) -> int | None:

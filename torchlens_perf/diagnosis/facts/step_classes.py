@@ -35,8 +35,8 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
     def find_blamed_rank(each: StepClass) -> int | None:
-        if each.only is not None:
-            return list(mixes)[each.only]
+        if each.is_awaited:
+            return list(mixes)[each.doing[0]]
         if each.kinds or each.more_ns <= 0:
             return None
         return waits.find_awaited_rank(each.steps[-MAX_STEPS:], each.more_ns)
@@ -45,6 +45,7 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
         return [
             {
                 "kinds": list(each.kinds),
+                "ranks": [list(mixes)[mix] for mix in each.doing],
                 "part": each.part,
                 "count": each.count,
                 "steps": list(each.steps),

@@ -76,7 +76,7 @@ def read_whole_steps(
     left_out = len(recorded) - len(rows)
     if left_out:
         notes.append(
-            f"Of {len(recorded)} chosen steps, {left_out} do not fit into the page and are left out."
+            f"Left out of {len(recorded)} chosen steps, because the page has no room: {left_out}."
         )
     if len(ranks) < len(processes):
         notes.append(

@@ -136,7 +136,7 @@ def _means_caption(of: Sequence[TimeSeries], show: Callable[[float], str]) -> st
     return (
         f"The means range from {least} on {low} to {most} on {high}."
         if least != most
-        else f"The mean is {least} on each."
+        else f"The mean is {least} on each of them."
     )
 
 

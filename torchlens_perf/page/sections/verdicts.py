@@ -56,7 +56,7 @@ def _build_diagnosis(key: str, rank: int | None, diagnosis: Diagnosis | None) ->
     """Return an element with the causes of a slow rank and the measurements behind them."""
     if diagnosis is None:
         return None
-    found = [(each, describe_cause(each)) for each in diagnosis.causes]
+    found = [(each, describe_cause(each, rank)) for each in diagnosis.causes]
     causes = [
         tag(
             "li",

@@ -167,9 +167,9 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
             phases = {
                 part: self.device_parts_s[part] for part in COMPUTE if part in self.device_parts_s
             }
-            step += f": {format_phases(_largest_first(phases))}"
+            step += f" ({format_phases(_largest_first(phases))})"
         return self.join(
-            f"{takes} of a step by the {self.device}'s clock ({step})", others, self.step_s
+            f"{takes} of a step of {step}, by the {self.device}'s clock", others, self.step_s
         )
 
 
@@ -202,9 +202,9 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
 
     def describe(self, verdict: Verdict) -> list[str]:
         return [
-            f"CPU contention takes {format_percent(self.sampled)} of the ranks' time, by samples of"
-            " one second.",
-            "Its place in the step was not measured.",
+            f"In {format_percent(self.sampled)} of one-second samples, a rank's main thread was ready to"
+            " run but had no CPU (CPU contention).",
+            "In which part of the step was not measured.",
         ]
 
 
@@ -436,8 +436,8 @@ def _longer_waits_text(lacking: list[LongSteps]) -> str:
         return ""
     more = f"{format_duration(total_s / count)} longer{' on average' * (count > 1)}"
     return (
-        f"{format_count(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}:"
-        f" {format_duration(total_s)} in total."
+        f"{format_count(count, 'step')} outside of these {'waits' if count == 1 else 'wait'} for a CPU"
+        f" {more}: {format_duration(total_s)} in total."
     )
 
 
@@ -915,7 +915,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     is_ahead = min(lags_s) >= _FAR_AHEAD * found.step_s
     ahead = f"The host is ahead, and waits for the {device}." if is_ahead else ""
     if first is found.computing:
-        what = "Computing takes" if ahead else "The phases take"
+        what = "Computing takes" if ahead else "Forward, backward and optimizer take"
         named = [dataclasses.replace(first, what=what), *worth]
         notes = [
             ahead or describe_busy(device, find_busy_share(report)),
@@ -1015,7 +1015,9 @@ def _build_graph_verdict(report: Facts, device: str) -> Verdict:
         for row in report["device_sections"]
     }
     longest = dict(sorted(sections_s.items(), key=lambda item: -item[1])[:_MAX_SECTIONS])
-    action = f'start with device section "{next(iter(longest))}".' if longest else _SECTION_ACTION
+    action = (
+        f'look first at device section "{next(iter(longest))}".' if longest else _SECTION_ACTION
+    )
     return Verdict(
         kind="not_known",
         confidence=0.8,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 
 
-def describe_diagnosis(diagnosis: Diagnosis | None) -> str:
+def describe_diagnosis(diagnosis: Diagnosis | None, rank: int | None) -> str:
     """Return sentences on the causes, the most likely first, or the checks that found none.
 
     Return "" without a diagnosis, and if nothing could be checked. The first sentence follows
@@ -17,14 +16,14 @@ def describe_diagnosis(diagnosis: Diagnosis | None) -> str:
     """
     if diagnosis is None or not (diagnosis.causes or diagnosis.looked_at):
         return ""
-    found = [(each.explains, describe_cause(each)) for each in diagnosis.causes]
+    found = [(each.explains, describe_cause(each, rank)) for each in diagnosis.causes]
     explaining = [
-        f"{text} (explains {format_percent(min(1.0, explains))} of the difference)"
+        f"{text}, which explains {format_percent(min(1.0, explains))} of the difference"
         for explains, (text, _) in found
         if explains is not None
     ]
     checked = f"none found (checked: {', '.join(diagnosis.looked_at)})"
-    none = "none explains the time" if found else checked
+    none = "none found that takes this time" if found else checked
     others = (
         f"Not seen on other ranks: {text}; {action}"
         for explains, (text, action) in found
@@ -33,13 +32,13 @@ def describe_diagnosis(diagnosis: Diagnosis | None) -> str:
     return " ".join((f"{'; '.join(explaining) or none}.", *others))
 
 
-def describe_cause(cause: Cause) -> tuple[str, str]:
-    """Return the observation as a clause, and the action."""
+def describe_cause(cause: Cause, rank: int | None) -> tuple[str, str]:
+    """Return the observation on a slow rank as a clause, and the action."""
     text, action = _WORDS[cause.about.get("reason", cause.kind)]
-    return text.format_map(_format_values(cause)), action
+    return text.format_map(_format_values(cause) | {"rank": f"rank {rank}"}), action
 
 
-def _format_values(cause: Cause) -> Mapping[str, str]:
+def _format_values(cause: Cause) -> defaultdict[str, str]:
     """Return the values that texts name. A value that is not known is ""."""
     signals, names = cause.evidence, cause.about
     found = defaultdict[str, str](str)
@@ -50,8 +49,8 @@ def _format_values(cause: Cause) -> Mapping[str, str]:
             found[f"than_{name}"] = f", against {others} on the others"
         if f"usual_{name}" in signals:
             found["lower"] = format_percent(1 - value / signals[f"usual_{name}"])
-    found["gpu"] = names.get("gpu", "its GPU")
-    found["control_group"] = f"its control group {names.get('control_group', '')}".rstrip()
+    found["gpu"] = names.get("gpu", "the GPU of the rank")
+    found["control_group"] = f"the control group {names.get('control_group', '')}".rstrip()
     if names.get("neighbour"):
         found["most"] = f", most of all {names['neighbour']}"
     if signals.get("memory_limit_share", 0.0) >= _FULL:
@@ -81,16 +80,16 @@ def _format_rate(per_s: float) -> str:
 
 
 _FULL = 0.9
-_NO_CPU = "its thread is runnable but has no CPU for {cpu_wait_share} of the time"
+_NO_CPU = "the main thread of {rank} is runnable but has no CPU for {cpu_wait_share} of the time"
 _SHORT_OF_MEMORY = (
-    "it waits for {major_faults_per_s} pages a second{than_major_faults_per_s}{used}",
+    "{rank} waits for {major_faults_per_s} pages a second{than_major_faults_per_s}{used}",
     "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches; see"
     " what else takes memory on that node.",
 )
 _GPU_CLOCK = "{gpu}'s SM clock is {sm_clock_mhz}, {lower} below the usual"
 _WORDS = {
     "gc": (
-        "Python's garbage collector takes {gc_share} of its time{than_gc_share}",
+        "Python's garbage collector takes {gc_share} of the step time of {rank}{than_gc_share}",
         "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect()"
         " every so many steps on all ranks at once; look for what makes so many objects there.",
     ),
@@ -115,12 +114,12 @@ _WORDS = {
         " with other ranks'.",
     ),
     "slow_storage": (
-        "it waits for a disk for {disk_wait_share} of the time{than_disk_wait_share}",
+        "{rank} waits for a disk for {disk_wait_share} of the time{than_disk_wait_share}",
         "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data"
         " to local disks, or read ahead: more workers, larger prefetch_factor.",
     ),
     "memory_pressure": (
-        f"memory is short on its node: {_SHORT_OF_MEMORY[0]}",
+        f"memory is short on the node: {_SHORT_OF_MEMORY[0]}",
         _SHORT_OF_MEMORY[1],
     ),
     "evicted_pages": (
@@ -128,7 +127,7 @@ _WORDS = {
         _SHORT_OF_MEMORY[1],
     ),
     "cpu_clock": (
-        "its CPU runs at {cpu_clock_share} of its highest clock, against {usual_cpu_clock_share}"
+        "the CPU of {rank} runs at {cpu_clock_share} of its highest clock, against {usual_cpu_clock_share}"
         " usually",
         "look at the governor (cpupower frequency-info), power limits and temperature of that"
         " node.",
@@ -181,11 +180,11 @@ _WORDS = {
         "look at nvidia-smi nvlink -e, and at the fabric manager.",
     ),
     "link_errors_per_s": (
-        "its node has InfiniBand errors: {link_errors_per_s}{than_link_errors_per_s}",
+        "the node of {rank} has InfiniBand errors: {link_errors_per_s}{than_link_errors_per_s}",
         "look at the cable and port (perfquery, ibdiagnet).",
     ),
     "alloc_retries": (
-        "its device allocator runs out of memory {alloc_retries_per_step}: each time it waits for"
+        "the device allocator of {rank} runs out of memory {alloc_retries_per_step}: each time it waits for"
         " the device and frees its cache",
         "set PYTORCH_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller"
         " batch).",

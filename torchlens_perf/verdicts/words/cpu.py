@@ -35,12 +35,16 @@ def cpu_action(report: Facts) -> str:
     share = sum(each["others_share"] or 0.0 for each in others) / len(others) if others else 0.0
     begin = "see what else keeps the CPUs busy" if not others else ""
     if share >= _OTHERS:
-        busiest = max(others, key=lambda each: each["others_share"] or 0.0)["programs"]
+        busiest = max(others, key=lambda each: each["others_share"] or 0.0)
         begin = (
             f"see which programs outside of the job keep {format_percent(share)} of its CPUs busy"
         )
-        if names := [_name_program(each) for each in busiest if each.owner in OUTSIDE]:
-            begin += f", first of all {', '.join(names)}"
+        named = [each for each in busiest["programs"] if each.owner in OUTSIDE]
+        if named:
+            # Programs that end soon are not seen, so the visible ones may use much less.
+            is_most = 2 * sum(each.cpus for each in named) >= share * (busiest["cpus"] or 1)
+            which = "mainly" if is_most else "many small ones; the largest is"
+            begin += f" ({which} {', '.join(map(_name_program, named if is_most else named[:1]))})"
     threads = {each["threads"] for each in known}
     workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
     less = []
@@ -52,7 +56,7 @@ def cpu_action(report: Facts) -> str:
         at_once = _current_value_clause(workers, "; child processes at once: ")
         less.append(f"fewer loader workers (num_workers{at_once})")
     if max(Counter(rank["host"] for rank in report["ranks"]).values(), default=0) > 1:
-        less.append("fewer ranks a node")
+        less.append("fewer ranks per node")
     current = _current_value_clause(cpus, "now ")
     more = f"more CPUs ({current})" if current else "more CPUs"
     ways = f"{', '.join(less)} or {more}" if less else more

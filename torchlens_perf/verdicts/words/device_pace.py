@@ -67,9 +67,13 @@ class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
             busy = ""
             why = (
                 f"in at least {format_percent((self.idle_s or 0.0) / self.step_s)} of a step of"
-                f" {format_duration(self.step_s)}, the {self.device} for which the others wait is idle"
+                f" {format_duration(self.step_s)}, the slowest rank's {self.device} is idle"
             )
-        return [f"The host sets the pace: {why}.", busy, self.gap.text if self.gap else ""]
+        return [
+            f"The {self.device} waits for the Python code that issues its work: {why}.",
+            busy,
+            self.gap.text if self.gap else "",
+        ]
 
 
 def describe_busy(device: str, busy: float | None) -> str:

@@ -6,7 +6,6 @@ Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. In
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import mean
 
 from msgspec import Struct
@@ -25,7 +24,12 @@ from torchlens_perf.run.ring import MAX_FRAMES
 from torchlens_perf.verdicts.kinds import NOT_COMPUTING_KINDS, past_kind
 from torchlens_perf.verdicts.stragglers.findings import UsualTimes
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
-from torchlens_perf.verdicts.words.phases import format_phases, format_share, phase_name
+from torchlens_perf.verdicts.words.phases import (
+    format_phases,
+    format_share,
+    phase_name,
+    within_sentence,
+)
 
 LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
 _NAMES = {
@@ -74,7 +78,7 @@ class PastEvidence(Evidence, frozen=True, tag="past"):
     """The text of the newest alert on the finding."""
 
     def describe(self, verdict: Verdict) -> list[str]:
-        return [f"No longer true: {self.alerted}"]
+        return [f"This is over, and needs no action unless it returns: {self.alerted}"]
 
 
 class LargestGap(Struct, frozen=True):
@@ -172,8 +176,8 @@ class UntimedDeviceEvidence(Evidence, frozen=True, tag="untimed_device"):
         return [
             f"What limits the step is not known: the work is on a device ({self.device}), and only host"
             " time was recorded.",
-            f"{use.what} takes {share} of a typical step on the host, which may be waiting for the"
-            " device.",
+            f"By the host's clock, {within_sentence(use.what)} takes {share} of a typical step, but the host may"
+            " be waiting for the device there.",
         ]
 
 
@@ -286,7 +290,7 @@ class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
                     "The ranks were not compared: they do different work, or were not recorded at the"
                     " same time."
                 ],
-                "",
+                "nothing if the ranks are meant to differ; else start all ranks with the same script.",
             )
         return (
             [
@@ -396,19 +400,13 @@ class WarmUpEvidence(Evidence, frozen=True, tag="warm_up"):
     """Share of each part in the time of these steps."""
 
     def describe(self, verdict: Verdict) -> list[str]:
-        which = "it is" if self.steps == 1 else "they are"
-        duration = describe_warm_up(self.steps, self.longest_s, self.parts)
+        recorded = "have been recorded so far" if self.is_live else "were recorded"
+        largest = list(self.parts.items())[:_MAX_WARM_UP_PARTS]
+        shown = ", ".join(f"{phase_name(part)} {format_percent(share)}" for part, share in largest)
+        took = "" if self.longest_s is None else format_duration(self.longest_s)
         return [
-            f"Only {format_count(self.steps, 'step')}{' so far' * self.is_live}, and {which} warm-up, as are the"
-            f" first {WARM_UP_STEPS} of each rank{duration}."
+            f"Too few steps {recorded} ({self.steps}): the first {WARM_UP_STEPS} steps of each rank are warm-up,"
+            " and are not judged.",
+            f"The longest warm-up step took {took}." if took else "",
+            f"Of all warm-up time: {shown}." if took and shown else "",
         ]
-
-
-def describe_warm_up(steps: int, longest_s: float | None, parts: Mapping[str, float]) -> str:
-    """Return a clause with the duration of warm-up steps and their largest parts; "" if unknown."""
-    if longest_s is None:
-        return ""
-    largest = list(parts.items())[:_MAX_WARM_UP_PARTS]
-    shown = ", ".join(f"{phase_name(part)} {format_percent(share)}" for part, share in largest)
-    up_to = "" if steps == 1 else "up to "
-    return f": {up_to}{format_duration(longest_s)}{f', of which {shown}' if shown else ''}"

@@ -66,7 +66,9 @@ class HangEvidence(Evidence, frozen=True, tag="hang"):
         if verdict.kind == "hang":
             return [f"{self.opening}.", self.finding, *self.witnesses]
         lasted = f" for {format_duration(self.since_s)}" if self.since_s else ""
-        then = {True: ", and went on", False: ", and ended in it", None: ""}[self.went_on]
+        then = {True: ", and then continued", False: ", and did not continue", None: ""}[
+            self.went_on
+        ]
         return [
             f"The job hung in step {self.step}{lasted}{then}.",
             self.finding,
@@ -171,7 +173,7 @@ def open_spans_phrase(inside: Sequence[str]) -> str:
     names = list(inside)
     if len(names) > _MAX_SPANS:
         names[2 : 3 - _MAX_SPANS] = ["..."]
-    return f"inside {' > '.join(names)}" if names else "outside all recorded spans"
+    return f"inside {' > '.join(names)}" if names else "in code outside all phases and sections"
 
 
 # The most serious problem of the blocking ranks determines the kind of a hang. Ranks with the most

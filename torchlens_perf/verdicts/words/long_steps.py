@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, STOPPED
+from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.run.records import WITHOUT_GRADIENTS
 from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -15,13 +16,21 @@ from torchlens_perf.verdicts.words.report import Facts, mean_per_step
 
 # A sentence lists at most this many numbers of irregular steps.
 _MAX_NUMBERS = 4
+_OUTSIDE = ("host", "data", "communication")
 _SHARED_PARTS = (*COMPUTE, "host", "")
 _WHERE = {
     "": "the graph is not timed by phase",
-    "communication": "comm wait",
-    "tool": "torchlens_perf",
-    LACK_OF_CPU: "CPU contention",
+    "communication": "most of it is comm wait",
+    "tool": "most of it is work of torchlens_perf",
+    LACK_OF_CPU: "most of it is CPU contention",
 }
+_KINDS = {
+    "garbage collection": "Python's garbage collection",
+    "saving": "saving a checkpoint",
+    STOPPED: "stopped by SIGSTOP, a debugger, or a scheduler that suspends jobs",
+    WITHOUT_GRADIENTS: f"{WITHOUT_GRADIENTS}: evaluation, rollouts or sampling",
+}
+"""Kinds of work whose names in sentences differ."""
 
 
 class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
@@ -68,7 +77,7 @@ class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
         which = f"{count} of {self.steps} steps"
         if count > _MAX_NUMBERS:
             return which
-        same = "not the same on all ranks: " if len(listed) > count else ""
+        same = "which ones differs between ranks: " if len(listed) > count else ""
         some = "among them " if len(listed) < count else same
         numbers = ", ".join(map(str, listed[:_MAX_NUMBERS]))
         more = ", ..." if len(listed) > _MAX_NUMBERS else ""
@@ -84,20 +93,16 @@ class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
 
     @property
     def _why(self) -> str:
-        kinds, part, rank = self.long["kinds"], self.long["part"], self.long["waited_for"]
-        why = " and ".join(kinds) or _WHERE.get(part) or f"most of it in {phase_name(part)}"
-        if kinds == [STOPPED]:
-            why = (
-                "the process was stopped by SIGSTOP, a debugger, or a scheduler that suspends jobs"
-            )
-        if kinds == [WITHOUT_GRADIENTS]:
-            why += ": evaluation, rollouts or sampling"
-            if part in ("host", "data", "communication"):
-                why += f", mostly {phase_name(part)}"
-        if rank is not None:
-            does = "was stopped" if STOPPED in kinds else "does this"
-            wait = "wait" if self.world_size > 2 else "waits"
-            why += f"; only rank {rank} {does}, and {self._others} {wait}"
+        kinds, part, ranks = self.long["kinds"], self.long["part"], self.long["ranks"]
+        why = " and ".join(_KINDS.get(kind, kind) for kind in kinds) or _WHERE.get(part)
+        why = why or f"most of it in {phase_name(part)}"
+        if ranks and self.world_size > 1:
+            everywhere = len(ranks) == self.world_size
+            why += ", on all ranks" if everywhere else f", on {format_rank_list(ranks)}"
+        if "garbage collection" in kinds or (kinds == [WITHOUT_GRADIENTS] and part in _OUTSIDE):
+            why += f", mostly in {phase_name(part)}"
+        if self.long["waited_for"] is not None:
+            why += f"; {self._others} {'wait' if self.world_size > 2 else 'waits'}"
         if self.short_of_cpus:
             why += ", while there are too few CPUs"
         elif self.short_of_cpus is not None:

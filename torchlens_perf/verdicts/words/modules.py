@@ -34,17 +34,20 @@ def computing_action(report: Facts) -> str:
     if rows[0]["name"] == PASSES:
         return f"make fewer of the {PASSES}, or use larger batches in them."
     name = module_label(rows[0]["name"])
-    most = f"the largest module by own time ({format_duration(rows[0]['own_s_per_step'])} of forward a step)"
+    most = (
+        "the module with the most time of its own"
+        f" ({format_duration(rows[0]['own_s_per_step'])} of the forward pass in each step)"
+    )
     if rows[0]["is_root"] and len(rows) > 1:
         return (
             f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in"
             " perf.section()."
         )
     if not rows[0]["is_root"]:
-        return f"start with {name}, {most}{_deeper(rows[0])}."
+        return f"look first at {name}, {most}{_deeper(rows[0])}."
     if not report["run"]["deeper_modules"]:
         return f"look at a trace of {name}: {_TRACE}. No module inside can be timed."
-    return f"start with {name}, {most}; modules=1 shows what is inside."
+    return f"look first at {name}, {most}; modules=1 shows what is inside."
 
 
 def _device_action(report: Facts) -> str:
@@ -55,13 +58,13 @@ def _device_action(report: Facts) -> str:
         count = f"{len(found.rows)} equal modules, {step}" if len(found.rows) > 1 else step
         samples = f"{count}, {row['device_samples']} samples"
         deeper = _deeper(row, found.name)
-        return f"start with {module_label(found.name)}, the largest by device time ({samples}){deeper}."
+        return f"look first at {module_label(found.name)}, the largest by device time ({samples}){deeper}."
     inner = {row["name"]: row for row in report["modules"] if not row["is_root"]}
     most = next((each for each in report["utilization"].modules if each.name in inner), None)
     if most is None:
         return f"look at a trace: {_TRACE}. The device times of modules have too few samples."
     return (
-        f"start with {module_label(most.name)}, which has the most FLOPs of all timed modules"
+        f"look first at {module_label(most.name)}, which has the most FLOPs of all timed modules"
         f" ({format_percent(most.share)} of a step's){_deeper(inner[most.name])}."
     )
 

@@ -100,8 +100,8 @@ def out_of_memory_note(rank: Rank) -> str | None:
         else "ended without an error"
     )
     return (
-        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_describe_request(oom)}, and"
-        f" {went_on}: see {oom['file']}"
+        f"rank {rank['rank']} ran out of device memory in step {oom['step']} ({_describe_request(oom)}),"
+        f" and {went_on}: see {oom['file']}"
     )
 
 
@@ -111,16 +111,16 @@ def _describe_request(oom: OutOfMemory) -> str:
         for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"])
     )
     if not _has_memory_fraction(oom):
-        return f"{asked} requested, {free} free of {limit}"
+        return f"it requested {asked}, but only {free} of the device's {limit} were free"
     reserved = (
-        f", and had reserved {format_bytes(oom['table']['reserved_bytes'], 'B')}"
+        f", of which it had reserved {format_bytes(oom['table']['reserved_bytes'], 'B')}"
         if oom["table"] is not None
         else ""
     )
     whole = format_bytes(oom["device_bytes"], "B")
     return (
-        f"{asked} requested; the process may use {limit} of the device's {whole}{reserved}; {free}"
-        " were free"
+        f"it requested {asked}, but may only use {limit} of the device's {whole}{reserved}; {free} of"
+        " the device were free"
     )
 
 

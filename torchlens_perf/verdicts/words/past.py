@@ -45,14 +45,17 @@ class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
         assert held.since_step is not None
         share = format_percent(self.spent_s / self.step_s)
         takes = f"{share} ({spent}) of a step of {format_duration(self.step_s)}"
-        rest = format_duration(self.rest_s)
+        rest = format_duration(self.rest_s) if self.rest_s else "none"
         if verdict.kind == "compute_bound":
             rest = f"a step took {rest}"
         elif not self.everywhere:
             rest = f"where it was measured, {rest}"
         if held.until_step is not None:
             when = format_step_range(held.since_step, held.until_step)
-            return [f"{self.what} took {takes} {when}; in the rest of the run, {rest}."]
+            return [
+                f"{self.what} took {takes} {when}; in the rest of the run, {rest}.",
+                "It is over: no action is needed unless it returns.",
+            ]
         what = within_sentence(self.what)
         return [f"Since step {held.since_step}, {what} takes {takes}; before, {rest}."]
 

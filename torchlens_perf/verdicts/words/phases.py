@@ -18,7 +18,7 @@ def phase_name(phase: str) -> str:
         "backward": "the backward pass",
         "optimizer": "the optimizer",
         "host": "host code",
-        "compute": "computing, both forward and backward",
+        "compute": "computing (forward and backward)",
         "cpu": "CPU contention",
         "communication": "comm wait",
         "tool": "torchlens_perf",

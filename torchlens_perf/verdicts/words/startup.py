@@ -57,20 +57,25 @@ def describe_startup(run: Run) -> str:
     start = run["startup"]
     if start is None:
         return ""
-    rank = f", rank {start['rank']}" if run["world_size"] > 1 else ""
-    warm_up = f"; warm-up steps {format_duration(start['warm_up_s'])}" if start["warm_up_s"] else ""
+    rank = f" of rank {start['rank']}" if run["world_size"] > 1 else ""
+    warm_up = (
+        f"; then {format_duration(start['warm_up_s'])} of warm-up steps"
+        if start["warm_up_s"]
+        else ""
+    )
     compiling = (
         f"; torch.compile took {format_duration(start['compile_s'])} of the run"
         if start["compile_s"]
         else ""
     )
     since = (
-        "since the kernel or the interpreter started"
+        "from the start of the kernel or the interpreter"
         if start["interactive"]
-        else "since the process started"
+        else f"from the start of the process{rank}"
     )
     return (
-        f"startup {format_duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
+        f"{format_duration(start['before_first_step_s'])} {since} to its first recorded step"
+        f"{warm_up}{compiling}"
     )
 
 

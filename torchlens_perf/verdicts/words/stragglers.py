@@ -155,7 +155,7 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         return "" if own_s is None else f"repairing only this {self.scope} gains {gains}"
 
     def describe_causes(self, verdict: Verdict) -> str:
-        return describe_diagnosis(verdict.diagnosis)
+        return describe_diagnosis(verdict.diagnosis, verdict.rank)
 
     def _describe_ranks(self, verdict: Verdict) -> str:
         at = f" ({self.location})" if self.location else ""
@@ -197,10 +197,11 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
             f" {self.until_step - 1}: {format_duration(self.excess_s)} more a step{self.describe_pattern()},"
             f" which cost the job {format_duration(verdict.cost_s_per_step or 0.0)} a step"
             f" ({share}){together}.",
-            "It is over.",
+            "It is over: no action is needed unless it returns.",
         ]
         if verdict.diagnosis is not None and verdict.diagnosis.causes:
-            found.append(f"Seen at that time: {describe_cause(verdict.diagnosis.causes[0])[0]}.")
+            seen = describe_cause(verdict.diagnosis.causes[0], verdict.rank)[0]
+            found.append(f"Seen in these steps: {seen}.")
         return found
 
 
@@ -272,7 +273,7 @@ def build_slow_verdict(
         cost_share=straggler.cost_share,
         since_step=episode.since_step,
         confidence=confidence,
-        action=describe_cause(explained[0])[1]
+        action=describe_cause(explained[0], episode.rank)[1]
         if explained
         else _next_action(episode, where, straggler),
         diagnosis=diagnosis,

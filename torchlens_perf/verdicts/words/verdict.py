@@ -168,7 +168,7 @@ def _replace_if_spans_too_deep(report: Facts, verdict: Verdict) -> Verdict:
     return Verdict(
         kind="not_known",
         confidence=0.5,
-        action="nest sections less deeply, also around the training loop.",
+        action="use fewer nested perf.section() blocks, counting those around the training loop.",
         evidence=DeepSpansEvidence(too_deep),
     )
 
