@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,18 @@ def read_measured(report: Any) -> dict[str, float]:
     return {"rollout": rollout, **found.parts}
 
 
-def judge(folder: Path, run: Path, fault: str, seed: int) -> dict[str, Any]:
+def judge(run: Path, fault: str, seed: int, engine: str, truth: dict[str, float]) -> dict[str, Any]:
+    """Return whether the report on a run is right. engine: name of the engine with a fault.
+
+    truth: seconds per iteration by the logs of the processes.
+    """
     report: Any = load_report(RunDirectory(run), lost_time=False)
     verdicts = [each for each in report["verdicts"] if each.kind == "slow_iteration"]
     first = verdicts[0].evidence if verdicts else None
     expected = {
-        "slow_engine": f"engine-{seed % ENGINES}", "loaded_engine": f"engine-{seed % ENGINES}",
-        "slow_trainer_rank": "rank 1",
+        "slow_engine": engine, "loaded_engine": engine, "slow_trainer_rank": "rank 1",
     }.get(fault)  # fmt: skip
-    truth, measured = read_truth(folder), read_measured(report)
+    measured = read_measured(report)
     errors = {
         part: round(measured.get(part, 0.0) / seconds - 1, 4)
         for part, seconds in truth.items()
@@ -109,10 +112,14 @@ def run_case(folder: Path, fault: str, seed: int, further: Sequence[str]) -> dic
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{fault or 'clean'} {seed}: {done.stderr[-2000:]}")
-    return judge(folder, Path(done.stdout.splitlines()[-1]), fault, seed)
+    run = Path(done.stdout.splitlines()[-1])
+    return judge(run, fault, seed, f"engine-{seed % ENGINES}", read_truth(folder))
 
 
-def main() -> None:
+def main(
+    run_case: Callable[[Path, str, int, Sequence[str]], dict[str, Any]] = run_case,
+) -> None:
+    """Run and judge jobs. run_case: returns what judge() does."""
     parser = argparse.ArgumentParser(description="Verdicts on jobs of reinforcement learning.")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each fault")
     parser.add_argument("--clean", type=int, default=4, help="runs without a fault")

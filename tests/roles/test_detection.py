@@ -27,4 +27,4 @@ from torchlens_perf.roles.detection import find_role
     ],
 )
 def test_role_is_in_the_command_line(command: str, role: str) -> None:
-    assert find_role(command.split())[0] == role
+    assert find_role(command.split()) == role

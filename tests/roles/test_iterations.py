@@ -99,22 +99,28 @@ def test_end_without_the_batch_of_its_begin_ends_it() -> None:
 
 
 def test_wait_for_other_samples_of_a_call_is_left_out() -> None:
-    """A trainer computes the rewards of all samples in one call, when the longest is there."""
-    events = [Event(0.0, "lead", "sample_sent", name, "7") for name in "ab"]
-    for name, end_s in (("a", 1.0), ("b", 4.0)):
+    """Each rank of a trainer computes the rewards of its samples in one call, when the longest sample
+    of all ranks is there.
+    """
+    events = [
+        Event(0.0, f"rank {name[0]}", "sample_sent", name, "7") for name in ("0a", "0b", "1a", "1b")
+    ]
+    for name, end_s in (("0a", 1.0), ("0b", 4.0), ("1a", 1.0), ("1b", 2.0)):
+        reward = f"reward {name[0]}"
         events.append(Event(0.0, "engine", "generation_begin", name, ""))
         events.append(Event(end_s, "engine", "generation_end", name, "", 10))
-        events.append(Event(4.5, "reward", "reward_begin", name, ""))
-        events.append(Event(5.0, "reward", "reward_end", name, ""))
-    events.append(Event(5.0, "lead", "batch_complete", "", "7"))
-    events.append(Event(5.5, "lead", "weights_publish_begin", "", ""))
-    events.append(Event(6.0, "lead", "weights_publish_end", "", ""))
+        events.append(Event(4.5, reward, "reward_begin", name, ""))
+        events.append(Event(5.0, reward, "reward_end", name, ""))
+    events.append(Event(5.0, "rank 0", "batch_complete", "", "7"))
+    events.append(Event(5.5, "rank 0", "weights_publish_begin", "", ""))
+    events.append(Event(6.0, "rank 0", "weights_publish_end", "", ""))
     (found,) = build_iterations(events)
 
     assert found.last_sample is not None
-    assert found.last_sample.id == "b"
-    assert [each.done_s for each in found.samples] == [2.0, 5.0]
-    assert found.samples[0].seconds("reward", waiting=True) == 0.5
+    assert found.last_sample.id == "0b"
+    done = {each.id: each.done_s for each in found.samples}
+    assert done == {"0a": 2.0, "0b": 5.0, "1a": 2.0, "1b": 3.0}
+    assert {each.seconds("reward", waiting=True) for each in found.samples} == {0.5}
     halved = found.predict_saving(
         lambda sample, segment: (
             segment.seconds / 2 if segment.stage == "generation" else segment.seconds

@@ -139,7 +139,9 @@ def test_every_library_has_hooks_and_a_tested_version(monkeypatch: pytest.Monkey
         {"a": Library("pytest", "1.0", ""), "b": Library("absent-x", "1.0", "")},
     )
 
-    assert [each.partition(" (")[2] for each in libraries.find_problems()] == ["tested: 1.0)"]
+    assert [each.partition(" is ")[2] for each in libraries.find_problems()] == [
+        "not the tested version 1.0"
+    ]
 
 
 def test_explicit_role_wins_over_a_detected_one(monkeypatch: pytest.MonkeyPatch) -> None:

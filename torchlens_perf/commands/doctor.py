@@ -77,7 +77,8 @@ def run_checks() -> Iterator[Check]:
     of_collectives = (_check_tap, _check_nccl) if find_recording_obstacle() is None else ()
     checks = (
         _check_system, _check_recorder, _check_autoload, _check_settings, _check_ring_folder, _check_run_directory,
-        _check_export, _check_stacks, _check_nvtx_tools, _check_torch, check_telemetry, *of_collectives, _check_vllm,
+        _check_export, _check_stacks, _check_libraries, _check_nvtx_tools, _check_torch, check_telemetry,
+        *of_collectives, _check_vllm,
     )  # fmt: skip
     for check in checks:
         try:
@@ -88,9 +89,14 @@ def run_checks() -> Iterator[Check]:
 
 
 def _check_system() -> list[Check]:
-    linux = sys.platform == "linux"
-    text = f"{versions_text()}, {platform.system()} {platform.machine()}"
-    return [Check(OK if linux else BROKEN, "system", text, "record on Linux")]
+    return [
+        Check(
+            OK if sys.platform == "linux" else BROKEN,
+            "system",
+            f"{versions_text()}, {platform.system()} {platform.machine()}",
+            "record on Linux",
+        )
+    ]
 
 
 def _check_recorder() -> list[Check]:
@@ -404,6 +410,15 @@ def _check_stacks() -> list[Check]:
     if stack.lines:
         return [Check(OK, subject, "py-spy can read stacks", records=subject)]
     return [Check(LIMITED, subject, f"none: {stack.reason}")]
+
+
+def _check_libraries() -> Iterator[Check]:
+    from torchlens_perf.roles.libraries import find_problems
+
+    for problem in find_problems():
+        yield Check(
+            LIMITED, "events of libraries", problem, "if a run lacks its events, see the job's log"
+        )
 
 
 def _check_nvtx_tools() -> list[Check]:

@@ -20,7 +20,7 @@ from typing import NoReturn
 from torchlens_perf import config
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.commands.command import Command
-from torchlens_perf.errors import ConfigError, print_off
+from torchlens_perf.errors import ConfigError, print_off, require
 from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
@@ -36,8 +36,9 @@ def exec_recorded_python(arguments: Sequence[str]) -> NoReturn:
     """Replace this process by a recorded `python ARGUMENTS`. Raises ConfigError if it fails."""
     quiet = list(arguments[:1]) == [_QUIET]
     arguments = arguments[quiet:]
-    if not arguments or list(arguments) == ["-m"]:
-        raise ConfigError("a script is needed: torchlens-perf run train.py ARGS")
+    require(
+        list(arguments) not in ([], ["-m"]), "a script is needed: torchlens-perf run train.py ARGS"
+    )
     typed = python_options_of_this_process(sys.orig_argv)
     environment = children.environment_at_start()
     _switch_recording_on(environment, [*typed, *split_python_arguments(arguments)[0]], quiet=quiet)

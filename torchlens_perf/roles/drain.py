@@ -69,15 +69,13 @@ class EventReader:
 
     def _add(self, process: str, found: NewEvents) -> None:
         host = host_of_node(self._node)
-        who = [(process, found.role, found.name)]
-        who += [(f"{name}@{role}", role, name) for role, name in found.others]
+        others = [(f"{name}@{role}", role, name) for role, name in found.others]
+        who = dict(enumerate([(process, found.role, found.name), *others]))
+        # Others are not known while the description is being written.
         for each in found.events:
-            if each["other"] >= len(who):
-                # The description was being written.
-                who += [(process, "other", "")] * 256
             self._rows.append(
                 (
-                    host, *who[each["other"]], EVENTS[each["code"]], _text(each["id"]),
+                    host, *who.get(int(each["other"]), (process, "other", "")), EVENTS[each["code"]], _text(each["id"]),
                     _text(each["batch"]), _number(each["tokens_in"]), _number(each["tokens_out"]),
                     int(each["time_ns"]), int(each["sequence"]),
                 )

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 from torchlens_perf.roles import recording, trl_hooks
+from torchlens_perf.roles.event_file import NOT_GIVEN
 
 
 def _follow_generate(model: Any, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
@@ -17,7 +18,7 @@ def _follow_generate(model: Any, *args: Any, **kwargs: Any) -> Generator[None, A
     result = yield
     given = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     sequences = getattr(result, "sequences", result)
-    tokens_in = tokens_out = None
+    tokens_in = tokens_out = NOT_GIVEN
     if given is not None and len(given) == len(sequences) == 1:
         # The rows of a batch end with padding, which only the device could count.
         tokens_in, tokens_out = given.shape[1], sequences.shape[1] - 1

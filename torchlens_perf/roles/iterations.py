@@ -12,8 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-_Call = tuple[tuple[str, str], float]
-"""Stage and process, and when the call began."""
 STAGES = ("generation", "tool", "logprobs", "reward")
 SENDING, COLLECTING = "sending", "collecting"
 
@@ -158,14 +156,14 @@ def build_iterations(events: Iterable[Event]) -> list[Iteration]:
     if not complete:
         return []
     lead = Counter(each.process for each in complete).most_common(1)[0][0]
-    intervals = list(_pair_events(ordered))
+    intervals = sorted(_pair_events(ordered), key=lambda each: each.begin_s)
     samples = _build_samples(ordered, intervals)
     of_lead: dict[tuple[str, str], list[Interval]] = defaultdict(list)
-    ends_s = [each.time_s for each in complete]
     for each in intervals:
         if each.process == lead:
             # Weights without a batch come from the last complete one.
-            last = complete[max(0, bisect.bisect(ends_s, each.begin_s) - 1)].batch
+            at = bisect.bisect(complete, each.begin_s, key=lambda end: end.time_s)
+            last = complete[max(0, at - 1)].batch
             of_lead[each.stage, each.batch or last].append(each)
     takes = [each for each in intervals if each.stage == "weights_take"]
     found: list[Iteration] = []
@@ -235,9 +233,7 @@ def _build_samples(
         )
         if earlier:
             stages[sends[each.id][earlier - 1]].append(each)
-    for of_sample in stages.values():
-        of_sample.sort(key=lambda one: one.begin_s)
-    ready = _find_ready_times(stages)
+    arrivals = _find_arrivals(stages)
     found: dict[str, list[Sample]] = defaultdict(list)
     for sent, mine in sorted(stages.items(), key=lambda each: each[0].time_s):
         generated = [one for one in mine if one.stage == "generation"]
@@ -246,7 +242,7 @@ def _build_samples(
             Sample(
                 sent.id,
                 sent.time_s,
-                tuple(_split(sent.time_s, mine, ready)),
+                tuple(_split(sent, mine, arrivals)),
                 sum(tokens) if tokens else None,
                 generated[-1].process if generated else "",
             )
@@ -254,24 +250,32 @@ def _build_samples(
     return found
 
 
-def _find_ready_times(stages: Mapping[Event, Sequence[Interval]]) -> dict[_Call, float]:
-    """Return by call when the last of its samples was ready for it. Rewards of a batch are one call."""
-    ready: dict[_Call, float] = defaultdict(float)
+def _find_arrivals(
+    stages: Mapping[Event, Sequence[Interval]],
+) -> dict[tuple[str, str], list[float]]:
+    """Return by batch and stage when samples were ready for a call of several samples, such as the
+    rewards of a batch.
+    """
+    calls = Counter((each[:2], each.begin_s) for mine in stages.values() for each in mine)
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for sent, mine in stages.items():
         at_s = sent.time_s
         for each in mine:
-            ready[each[:2], each.begin_s] = max(ready[each[:2], each.begin_s], at_s)
+            if calls[each[:2], each.begin_s] > 1:
+                bisect.insort(found[sent.batch, each.stage], at_s)
             at_s = max(at_s, each.end_s)
-    return ready
+    return found
 
 
 def _split(
-    sent_s: float, stages: Sequence[Interval], ready: Mapping[_Call, float]
+    sent: Event, stages: Sequence[Interval], arrivals: Mapping[tuple[str, str], Sequence[float]]
 ) -> Iterator[Segment]:
-    at_s = sent_s
+    at_s = sent.time_s
     for each in stages:
-        # A sample's wait for other samples of a call ends if those are faster, so it does not count.
-        ready_s = max(at_s, ready[each[:2], each.begin_s])
+        # A sample's wait for other samples ends earlier if those are faster, so it does not count. All
+        # ranks of a trainer wait for each other.
+        others = arrivals.get((sent.batch, each.stage), ())
+        ready_s = max([at_s, *others[: bisect.bisect(others, each.begin_s)][-1:]])
         begin_s, end_s = max(ready_s, each.begin_s), max(ready_s, each.end_s)
         yield Segment(each.stage, each.process, True, begin_s - ready_s)
         yield Segment(each.stage, each.process, False, end_s - begin_s)

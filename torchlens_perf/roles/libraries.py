@@ -11,9 +11,10 @@ import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,22 +65,14 @@ def attach() -> None:
 class _Finder:
     """Import finder that attaches the hooks to a library after its import."""
 
-    _asks = False
-
     def find_spec(
-        self, fullname: str, path: object = None, target: object = None
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a known module, whose loader then attaches; None for other modules."""
-        if fullname not in LIBRARIES or self._asks:
+        if fullname not in LIBRARIES:
             return None
-        self._asks = True
-        try:
-            spec = find_spec(fullname)
-        except (ImportError, ValueError):
-            # The import repeats the search, and the program gets its error.
-            return None
-        finally:
-            self._asks = False
+        # They are modules of packages, so their path is known.
+        spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             vars(spec.loader)["exec_module"] = _attach_after(spec.loader)
         return spec
@@ -110,10 +103,10 @@ def _attach_to(module: ModuleType) -> None:
             importlib.metadata.version(library.distribution),
             ", ".join(missing),
         )
-        return
-    for name, follower in followers.items():
-        owner, _, function = name.partition(".")
-        _follow(getattr(module, owner), function, follower)
+    else:
+        for name, follower in followers.items():
+            owner, _, function = name.partition(".")
+            _follow(getattr(module, owner), function, follower)
 
 
 def _followers(module: str) -> Mapping[str, Follower]:
@@ -136,12 +129,10 @@ def find_missing(module: ModuleType, names: Mapping[str, object]) -> list[str]:
 def find_problems() -> Iterator[str]:
     """Yield a text for each library here with another version than the tested one. Import none."""
     for library in dict.fromkeys(each._replace(hooks="") for each in LIBRARIES.values()):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(library.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version.split(".")[:2] != library.tested.split("."):
-            yield f"{library.distribution} {version} (tested: {library.tested})"
+            if version.split(".")[:2] != library.tested.split("."):
+                yield f"{library.distribution} {version} is not the tested version {library.tested}"
 
 
 def _follow(owner: type, name: str, follower: Follower) -> None:
@@ -157,7 +148,7 @@ def _follow(owner: type, name: str, follower: Follower) -> None:
             raise
         if hasattr(result, "__await__"):
             return _await(result, following)
-        _send(following, result)
+        _end(following, [result])
         return result
 
     setattr(owner, name, followed)
@@ -169,7 +160,7 @@ async def _await(awaitable: Any, following: Generator[None, Any, None] | None) -
     except BaseException:
         _end(following)
         raise
-    _send(following, result)
+    _end(following, [result])
     return result
 
 
@@ -182,16 +173,11 @@ def _begin(
     return following
 
 
-@guard("following a result")
-def _send(following: Generator[None, Any, None] | None, result: Any) -> None:
+@guard("following the end of a call")
+def _end(following: Generator[None, Any, None] | None, results: Sequence[Any] = ()) -> None:
+    """Let a follower go on with the result, if the call has one, and close it."""
     if following is not None:
-        try:
-            following.send(result)
-        except StopIteration:
-            return
-
-
-@guard("following an exception")
-def _end(following: Generator[None, Any, None] | None) -> None:
-    if following is not None:
+        with suppress(StopIteration):
+            for result in results:
+                following.send(result)
         following.close()

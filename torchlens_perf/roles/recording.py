@@ -25,7 +25,7 @@ from torchlens_perf.run.identity import run_id_from_environment
 from torchlens_perf.run.mailbox import EVENTS as SUFFIX
 from torchlens_perf.run.place import launcher
 from torchlens_perf.run.place.node import namespace_digest
-from torchlens_perf.run.processes import process_start_ticks
+from torchlens_perf.run.processes import process_start_ticks, read_command_line
 from torchlens_perf.run.rings import memory
 
 ROLE = "TORCHLENS_PERF_ROLE"
@@ -129,8 +129,8 @@ def record(
     id: object = "",
     *,
     batch: object = "",
-    tokens_in: int | None = None,
-    tokens_out: int | None = None,
+    tokens_in: int = NOT_GIVEN,
+    tokens_out: int = NOT_GIVEN,
     of: tuple[str, str] | None = None,
     time_ns: int = 0,
 ) -> None:
@@ -139,11 +139,7 @@ def record(
     of: role and name of another process, or of a function, that the event is of. time_ns: time of
     CLOCK_MONOTONIC; 0 for the present time.
     """
-    _write(CODES[name], id, batch, _tokens(tokens_in), _tokens(tokens_out), of, time_ns)
-
-
-def _tokens(count: int | None) -> int:
-    return NOT_GIVEN if count is None else count
+    _write(CODES[name], id, batch, tokens_in, tokens_out, of, time_ns)
 
 
 @guard("recording an event")
@@ -192,8 +188,7 @@ def _open_file() -> EventFile | None:
 def _create_file(run_id: str) -> EventFile:
     pid = os.getpid()
     if not _process.is_set and _process.role == "other":
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        detect_role(*find_role(command))
+        detect_role(find_role(read_command_line(pid)), "")
     name = f"{_process.role}-{pid}-{process_start_ticks(pid) or 0}{SUFFIX}"
     made = directory.call_in_local_folder(run_id, lambda folder: EventFile(folder / name))
     made.describe_process(_process.role, _process.name, detected=_process.is_detected)

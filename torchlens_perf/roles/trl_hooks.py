@@ -5,7 +5,6 @@ Each rank generates samples of its own, and all ranks know the number of the ite
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -26,26 +25,17 @@ class Rollout:
         self._trainer = (lambda: None) if trainer is None else weakref.ref(trainer)
         self.batch, self.is_open = batch, trainer is not None
         """True from the request for samples until they have rewards."""
-        self.is_stepping = False
-        self.requests: list[str] = []
-        """Samples that were requested from an OpenAI-compatible server."""
-        self.count = 0
-        """Number of samples of this rank, if no server was asked."""
+        self.is_generating = self.is_stepping = False
+        self.ids: list[str] = []
+        """Samples of this rank, of which the hooks of openai add those that they see."""
         self.sent_ns = time.monotonic_ns()
-        self.turn_ns: tuple[int, int] | None = None
-        """Begin and end of the first generation of all samples."""
-        self.tool_users: list[int] = []
+        """When the samples were sent, after the weights."""
+        self.ended_ns = 0
+        """When the last turn of their generation ended; 0 if a function of the user generates."""
 
     @property
     def trainer(self) -> Any:
         return self._trainer()
-
-    @property
-    def ids(self) -> list[str]:
-        return self.requests or [self.id(index) for index in range(self.count)]
-
-    def id(self, index: int) -> str:
-        return f"{self.batch}-{self.trainer.accelerator.process_index}-{index}"
 
     @property
     def engine(self) -> tuple[str, str] | None:
@@ -53,10 +43,8 @@ class Rollout:
         args = self.trainer.args
         if not args.use_vllm or args.vllm_mode != "server":
             return None
-        url = args.vllm_server_base_url
-        return "rollout", (
-            urlsplit(url).netloc if url else f"{args.vllm_server_host}:{args.vllm_server_port}"
-        )
+        url = args.vllm_server_base_url or f"//{args.vllm_server_host}:{args.vllm_server_port}"
+        return "rollout", urlsplit(url).netloc
 
     def record_all(self, name: str, of: tuple[str, str] | None = None) -> None:
         # They are one call.
@@ -66,8 +54,8 @@ class Rollout:
 
     def end_steps(self) -> None:
         if self.is_stepping:
+            self.is_stepping = False
             record("steps_end", batch=self.batch)
-        self.is_stepping = False
 
 
 rollout = Rollout()
@@ -96,17 +84,18 @@ def _follow_generate(trainer: Any, prompts: Any, *args: Any, **kwargs: Any) -> F
     mine = rollout
     if not mine.is_open:
         return
-    mine.count, mine.sent_ns = len(prompts), time.monotonic_ns()
+    mine.sent_ns, mine.is_generating = time.monotonic_ns(), True
     result = yield
-    if mine.requests:
+    mine.is_generating = False
+    if mine.ids:
         return
     prompt_ids, completion_ids, masks = result[:3]
-    mine.count = len(completion_ids)
-    begin_ns, end_ns = mine.turn_ns or (mine.sent_ns, time.monotonic_ns())
+    rank, end_ns = trainer.accelerator.process_index, mine.ended_ns or time.monotonic_ns()
     for index, completion in enumerate(completion_ids):
-        sample, prompt = mine.id(index), prompt_ids[index * len(prompt_ids) // len(completion_ids)]
+        mine.ids.append(sample := f"{mine.batch}-{rank}-{index}")
+        prompt = prompt_ids[index * len(prompt_ids) // len(completion_ids)]
         record("sample_sent", sample, batch=mine.batch, time_ns=mine.sent_ns)
-        record("generation_begin", sample, of=mine.engine, time_ns=begin_ns)
+        record("generation_begin", sample, of=mine.engine, time_ns=mine.sent_ns)
         # The mask is 0 for the tokens of tools.
         tokens = len(completion) if masks is None else int(sum(masks[index]))
         record(
@@ -115,44 +104,9 @@ def _follow_generate(trainer: Any, prompts: Any, *args: Any, **kwargs: Any) -> F
         )  # fmt: skip
 
 
-def _follow_turn(trainer: Any, *args: Any, **kwargs: Any) -> Following:
-    mine = rollout
-    if not mine.is_open:
-        return
-    begin_ns = time.monotonic_ns()
-    users = sorted(set(mine.tool_users))
-    mine.tool_users.clear()
+def _follow_turn(*args: Any, **kwargs: Any) -> Following:
     yield
-    # The weights may have been sent meanwhile, which begins the turn again.
-    begin_ns = max(begin_ns, mine.sent_ns)
-    if mine.turn_ns is None:
-        mine.turn_ns = begin_ns, time.monotonic_ns()
-    for index in users:
-        record("generation_begin", mine.id(index), of=mine.engine, time_ns=begin_ns)
-        record("generation_end", mine.id(index), of=mine.engine)
-
-
-def _follow_tools(trainer: Any, *args: Any, **kwargs: Any) -> Following:
-    mine = rollout
-    if mine.is_open:
-        for index, tools in enumerate(trainer._sync_tool_dicts):
-            for name, tool in tools.items():
-                tools[name] = _time_tool(mine, index, tool)
-    yield
-
-
-def _time_tool(mine: Rollout, index: int, tool: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(tool)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        of = "tool", str(tool.__name__)
-        mine.tool_users.append(index)
-        record("tool_begin", mine.id(index), of=of)
-        try:
-            return tool(*args, **kwargs)
-        finally:
-            record("tool_end", mine.id(index), of=of)
-
-    return call
+    rollout.ended_ns = time.monotonic_ns()
 
 
 def _follow_part(edge: str) -> Callable[..., Following]:
@@ -172,8 +126,7 @@ def _follow_weights(generation: Any, *args: Any, **kwargs: Any) -> Following:
     record("weights_publish_begin")
     yield
     record("weights_publish_end")
-    if mine.turn_ns is None:
-        mine.sent_ns = time.monotonic_ns()
+    mine.sent_ns = time.monotonic_ns()
 
 
 def _follow_step_end(handler: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Following:
@@ -190,7 +143,6 @@ FOLLOWERS: dict[str, dict[str, Callable[..., Following]]] = {
         "GRPOTrainer._generate_and_score_completions": _follow_batch,
         "GRPOTrainer._generate": _follow_generate,
         "GRPOTrainer._generate_single_turn": _follow_turn,
-        "GRPOTrainer._tool_call_loop": _follow_tools,
     },
     "trl.extras.profiling": {
         "ProfilingContext.__enter__": _follow_part("begin"),
