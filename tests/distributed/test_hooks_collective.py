@@ -119,6 +119,32 @@ def delay_this_rank(rank: int) -> None:
 
 
 @scenario
+def split_by_rows(folder: Path) -> Recording:
+    """Exchange rows of 12 bytes in two ways, and whole halves."""
+    rank, rows = dist.get_rank(), torch.ones(4, 3)
+    with recorded(folder) as recording:
+        sent, received = ([1, 3], [1, 2]) if rank == 0 else ([2, 2], [3, 2])
+        dist.all_to_all_single(torch.empty(sum(received), 3), rows, received, sent)
+        exchanged = functional.all_to_all_single(rows, received, sent, dist.group.WORLD)
+        functional.wait_tensor(exchanged)
+        dist.all_to_all_single(torch.empty(4, 3), rows)
+        recording.watch.step()
+    return recording
+
+
+def test_all_to_all_that_is_split_by_rows_has_the_bytes_of_a_row(
+    results: dict[str, list[Any]], tap: str
+) -> None:
+    """Only the native tap records them. The rows that arrive are in the bytes."""
+    for received, rank in zip((3, 5), results["split_by_rows"], strict=True):
+        split = "alltoall_base group=0 dtype=float32" + (" row=12" if tap == "native" else "")
+        assert [(each.name, each.value0) for each in in_order(rank)] == [
+            (split, received * 12), (split, received * 12),
+            ("alltoall_base group=0 dtype=float32", 4 * 12),
+        ]  # fmt: skip
+
+
+@scenario
 def forms(folder: Path) -> Recording:
     other = 1 - dist.get_rank()
     subgroup = dist.new_group([0, 1])

@@ -127,19 +127,16 @@ static void write_without_end(Kept *kept, uint32_t count)
  * waited for with the GIL held. */
 void collective_lock(void)
 {
-    if (pthread_mutex_trylock(&lock) == 0) {
-        return;
-    }
-    if (PyGILState_GetThisThreadState() == NULL || !PyGILState_Check()) {
-        pthread_mutex_lock(&lock);
-        return;
-    }
-    do {
+    while (pthread_mutex_trylock(&lock) != 0) {
+        if (PyGILState_GetThisThreadState() == NULL || !PyGILState_Check()) {
+            pthread_mutex_lock(&lock);
+            return;
+        }
         PyThreadState *state = PyEval_SaveThread();
         pthread_mutex_lock(&lock);
         pthread_mutex_unlock(&lock);
         PyEval_RestoreThread(state);
-    } while (pthread_mutex_trylock(&lock) != 0);
+    }
 }
 
 void collective_unlock(void)
@@ -203,19 +200,15 @@ static void returned(Collective *collective, enum collective_end end)
         collective->call_ns = now_ns - collective->start_ns;
         if (parts_tell(collective, end)) {
             /* recorded when its parts are over */
-        } else if (end == END_BY_CALLBACK) {
-            uint32_t place = next_pending++ % MAX_PENDING;
-            if (is_free(&pending[place])) {
-                collective->pending = collective->generation << PENDING_BITS | place;
-                pending[place] = (Kept){.used = 1, .collective = *collective};
-            } else {
-                collective_write(collective, collective->call_ns, 0);
-            }
+        } else if (end == END_BY_CALLBACK && is_free(&pending[++next_pending % MAX_PENDING])) {
+            uint32_t place = next_pending % MAX_PENDING;
+            collective->pending = collective->generation << PENDING_BITS | place;
+            pending[place] = (Kept){.used = 1, .collective = *collective};
         } else if (end == END_BY_WAIT) {
             wait_for(collective);
-        } else if (end == END_UNKNOWN) {
+        } else if (end != END_BY_RETURN) {
             collective_write(collective, collective->call_ns, 0);
-        } else if (end == END_BY_RETURN) {
+        } else {
             collective_write(collective, collective->call_ns, FLAG_COMPLETED);
             Record record = {
                 .name_id = collective->name_id,

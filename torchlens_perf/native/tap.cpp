@@ -56,7 +56,7 @@ struct Operator {
 struct Key {
     const Operator *called;
     std::string_view group;
-    int64_t peer;
+    int64_t peer; // see peer_of()
     c10::ScalarType dtype; // Undefined where there is no payload
     c10::DeviceType device;
 
@@ -133,7 +133,7 @@ const Operator &known_operator(const std::string &name)
             known.group = static_cast<int>(i);
         } else if (role == "async_op") {
             known.async_op = static_cast<int>(i);
-        } else if (role == "root_rank" || role == "dst" || role == "src") {
+        } else if (role == "root_rank" || role == "dst" || role == "src" || role == "output_split_sizes") {
             known.peer = static_cast<int>(i);
         }
         known.point_to_point |= role == "tag";
@@ -162,6 +162,17 @@ const at::Tensor *first_tensor(const c10::IValue &value)
         return value.toTensor().defined() ? &value.toTensor() : nullptr;
     }
     return value.isList() && !value.toListRef().empty() ? first_tensor(value.toListRef()[0]) : nullptr;
+}
+
+// The position of a root or a peer. Of an all-to-all that is split by rows, as tokens are, the bytes of a row; -1 if it
+// is not, and where there are too many sizes to name.
+int64_t peer_of(const c10::IValue &value, const at::Tensor *tensor)
+{
+    if (value.isInt()) {
+        return value.toInt();
+    }
+    bool counts = tensor != nullptr && tensor->dim() > 0 && value.isIntList() && !value.toIntList().empty();
+    return counts && calls_of.size() < 256 ? tensor->stride(0) * static_cast<int64_t>(tensor->element_size()) : -1;
 }
 
 // Asks Python for the names.
@@ -213,10 +224,8 @@ Calls *find_calls(Key key, c10d::ProcessGroup &group)
     if (latest == nullptr || latest->second.watch != watch || !(latest->first == key)) {
         auto found = calls_of.find(key);
         if (found == calls_of.end()) {
-            {
-                std::lock_guard<std::mutex> guard(lock);
-                key.group = *group_names.emplace(key.group).first;
-            }
+            std::lock_guard<std::mutex> guard(lock);
+            key.group = *group_names.emplace(key.group).first;
             found = calls_of.try_emplace(key).first;
         }
         latest = &*found; // stays where it is, whatever Python does meanwhile
@@ -264,7 +273,7 @@ void tapped(const Operator &called, const c10::OperatorHandle &op, c10::Dispatch
         auto &group = *object_in<c10d::ProcessGroup>(given[called.group]);
         calls = find_calls({.called = &called,
                             .group = group.getGroupName(),
-                            .peer = called.peer < 0 ? -1 : given[called.peer].toInt(),
+                            .peer = called.peer < 0 ? -1 : peer_of(given[called.peer], tensor),
                             .dtype = tensor != nullptr && called.payload ? tensor->scalar_type()
                                                                          : c10::ScalarType::Undefined,
                             .device = device},
@@ -276,9 +285,7 @@ void tapped(const Operator &called, const c10::OperatorHandle &op, c10::Dispatch
         collective.sequence = calls->next_sequence->fetch_add(1);
         collective.flags = is_async ? FLAG_ASYNC : 0;
         collective.bytes = called.payload ? bytes_of(given[0]) : 0;
-        if (!marks->issue(&collective)) {
-            calls = nullptr;
-        }
+        calls = marks->issue(&collective) ? calls : nullptr;
     }
     Timing timing;
     if (calls != nullptr && !is_async && device != c10::kCPU && times.load(std::memory_order_relaxed)) {

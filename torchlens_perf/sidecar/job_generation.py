@@ -16,6 +16,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.modules import ModuleTimes
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
+from torchlens_perf.experts.causes import add_token_causes
 from torchlens_perf.exporters.rank_times import RecentRankTimes
 from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.rank_ranges import parse_ranges
@@ -300,7 +301,13 @@ class JobGeneration:
             if episode.from_start
             else self._metrics.usual_signals_before(episode.rank, episode.since_step)
         )
-        return diagnose(episode, during, before, straggler.ranks, details)
+        return add_token_causes(
+            diagnose(episode, during, before, straggler.ranks, details),
+            episode,
+            during,
+            before,
+            straggler.ranks,
+        )
 
     def look_for_hang(self, now_s: float) -> None:
         """Search for a hang of the job at this moment. now_s: a monotonic clock."""

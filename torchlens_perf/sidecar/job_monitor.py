@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
@@ -125,7 +125,7 @@ class JobMonitor:
         if newest:
             source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
             with self._errors.contain(SIGNALS):
-                self.metrics.add_steps(source, steps)
+                self.metrics.add_steps(source, records, steps)
 
     def end_process(self, source: RingSource) -> None:
         """Mark one of the newest processes as ended, after all its records were counted."""
@@ -205,7 +205,7 @@ class JobMonitor:
         self.role.left_out += job.traces.left_out - before
         return found
 
-    def _update_metrics(self, newest: Iterable[RingSource], now_s: float) -> None:
+    def _update_metrics(self, newest: Sequence[RingSource], now_s: float) -> None:
         sampled = self.metrics.take_signals(newest, now_s)
         self.job.add_metrics(sampled, now_s)
         for source in newest:

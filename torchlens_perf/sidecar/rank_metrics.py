@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.hardware import GpuTotals, LinkTotals, compute_signals
 from torchlens_perf.analysis.statistics.memory import compute_memory_signals
+from torchlens_perf.experts.load import ExpertLoad
 from torchlens_perf.run import ring
 from torchlens_perf.run.cpu_programs import OUTSIDE
 from torchlens_perf.run.hardware_samples import Sample
@@ -102,9 +105,10 @@ class RankMetrics:
         self._host = HostMetrics()
         self._hardware = HardwareSignals(telemetry)
         # Time asleep and total duration of the steps since the last sample, by pid.
-        self._asleep: dict[int, list[int]] = {}
+        self._asleep = defaultdict[int, npt.NDArray[np.int64]](lambda: np.zeros(2, np.int64))
+        self._experts = defaultdict[int, ExpertLoad](ExpertLoad)  # by pid
         # Details for diagnoses, by pid. The details are kept after the process has ended.
-        self._details: dict[int, dict[str, str]] = {}
+        self._details = defaultdict[int, dict[str, str]](dict)
 
     def sample_disk_waits(self, sources: Iterable[RingSource], now_s: float) -> None:
         """Sample which ranks wait for a disk now. Called in every round."""
@@ -112,24 +116,23 @@ class RankMetrics:
             (source.state.identity.pid for source in _select_measurable(sources)), now_s
         )
 
-    def add_steps(self, source: RingSource, steps: StepTable) -> None:
-        """Add finished steps of a rank."""
+    def add_steps(
+        self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable
+    ) -> None:
+        """Add finished steps of a rank. records: the records of these steps."""
+        self._experts[source.state.identity.pid].add_steps(records, source.reader.names(), steps)
         measured = (steps.cpu_ns[:, 0] >= 0) & (steps.ready_ns[:, 0] >= 0)
-        own = np.array(OWN_COLUMNS)
-        awake_ns = (steps.cpu_ns + steps.ready_ns)[:, own]
-        asleep_ns = np.maximum(steps.parts_ns[:, own] - awake_ns, 0)[measured].sum()
-        sums = self._asleep.setdefault(source.state.identity.pid, [0, 0])
-        sums[0] += int(asleep_ns)
-        sums[1] += int(steps.duration_ns[measured].sum())
+        awake_ns = (steps.cpu_ns + steps.ready_ns)[:, OWN_COLUMNS]
+        asleep_ns = np.maximum(steps.parts_ns[:, OWN_COLUMNS] - awake_ns, 0)[measured].sum()
+        self._asleep[source.state.identity.pid] += asleep_ns, steps.duration_ns[measured].sum()
 
     def take_signals(
-        self, sources: Iterable[RingSource], now_s: float
+        self, sources: Sequence[RingSource], now_s: float
     ) -> dict[int, dict[str, float]]:
         """Return the signals since the last call, by rank. now_s: CLOCK_MONOTONIC."""
-        running = [source for source in sources if not source.read_to_end]
         gc_ns = {
             source.state.identity.pid: source.reader.read_counter(ring.GC_NS)
-            for source in _select_measurable(running)
+            for source in _select_measurable(sources)
         }
         host = self._host.take_signals(gc_ns, now_s)
         for pid, signals in host.items():
@@ -139,19 +142,19 @@ class RankMetrics:
         now_ns = int(now_s * 1e9)
         node, gpus = self._hardware.take_node_signals(now_ns), dict[str, dict[str, float]]()
         found = {}
-        for source in running:
+        for source in sources:
             state = source.state
-            signals = {
-                **host.get(state.identity.pid, {}),
-                **node,
-                **_memory_signals(state.statistics.memory),
-            }
-            # A rank computes on one GPU. Ranks may share a GPU, but its samples can be used only
-            # once.
-            for gpu in state.facts.gpus[:1]:
-                if gpu["uuid"] not in gpus:
-                    gpus[gpu["uuid"]] = self._hardware.take_gpu_signals(gpu["uuid"], now_ns)
-                signals.update(gpus[gpu["uuid"]])
+            # The experts' signals are from records, which may be read after the process has ended.
+            signals = self._experts[state.identity.pid].take_signals()
+            if not source.read_to_end:
+                signals |= host.get(state.identity.pid, {}) | node
+                signals |= _memory_signals(state.statistics.memory)
+                # A rank computes on one GPU. Ranks may share a GPU, but its samples can be used
+                # only once.
+                for gpu in state.facts.gpus[:1]:
+                    if gpu["uuid"] not in gpus:
+                        gpus[gpu["uuid"]] = self._hardware.take_gpu_signals(gpu["uuid"], now_ns)
+                    signals.update(gpus[gpu["uuid"]])
             if signals:
                 found[state.identity.rank] = signals
         return found
@@ -183,9 +186,8 @@ class RankMetrics:
             "control_group": self._host.control_group_path(pid),
             "gpu": self._hardware.gpu_name(source.state.facts.gpus),
         }
-        details = self._details.setdefault(pid, {})
-        details.update({name: text for name, text in found.items() if text})
-        return details
+        self._details[pid].update({name: text for name, text in found.items() if text})
+        return self._details[pid]
 
 
 def _select_measurable(sources: Iterable[RingSource]) -> Iterator[RingSource]:

@@ -216,8 +216,8 @@ class TestPlaceAndProgress:
 
         assert found.inside == ("x" * 16, "ä" * 8, "界" * 5)
         assert found.issued == {"グループ": 5}
-        (value,) = received(made_summary(place=Placement("", "y" * 47 + "ä", {"ééééééé": 1})))
-        assert summary.unpack_placement(value, "") == Placement("", "y" * 47, {"éééééé": 1})
+        (value,) = received(made_summary(place=Placement("", "y" * 43 + "ä", {"ééééééé": 1})))
+        assert summary.unpack_placement(value, "") == Placement("", "y" * 43, {"éééééé": 1})
 
     def test_process_state_without_a_code_is_unpacked_as_unknown(self) -> None:
         assert pack_and_unpack(ranks.rank(0, state="hibernating")).state == "unknown"

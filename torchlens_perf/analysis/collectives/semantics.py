@@ -66,7 +66,7 @@ class OperationKey(NamedTuple):
 
 SEND_RECV = "send/recv"
 """Operation name of a send that is joined with its receive."""
-_NAME = re.compile(r"(\S+) group=(.*?)(?: dtype=(\S+))?(?: (root|peer)=(\d+))?")
+_NAME = re.compile(r"(\S+) group=(.*?)(?: dtype=(\S+))?(?: (root|peer|row)=(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)

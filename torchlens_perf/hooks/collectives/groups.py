@@ -56,13 +56,21 @@ class CollectiveGroups:
     def register_operation(
         self, operator: str, group: str, dtype: str, peer: int
     ) -> tuple[int, int]:
-        """Return the id of the operation's name and its slot in the table of groups."""
+        """Return the id of the operation's name and its slot in the table of groups.
+
+        peer: position of a peer or a root. For an all-to-all that is split by rows, the bytes of a
+        row, from which torchlens_perf/experts computes tokens. -1 for other operations.
+        """
         operation = operator.partition("::")[2].strip("_")
         text = f"{operation} group={group}" + (f" dtype={dtype}" if dtype else "")
-        point_to_point = is_point_to_point(operator)
+        role = (
+            "peer" if is_point_to_point(operator)
+            else "row" if operation == "alltoall_base"
+            else "root"
+        )  # fmt: skip
         if peer >= 0:
-            text += f" {'peer' if point_to_point else 'root'}={peer}"
-        row = f"{operation} group={group} peer={peer}" if point_to_point else group
+            text += f" {role}={peer}"
+        row = f"{operation} group={group} peer={peer}" if role == "peer" else group
         slot = (
             MAX_GROUPS if self._session.recorder.closed else self._session.ring.add_group_row(row)
         )

@@ -34,7 +34,7 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import LATE_ROWS
 from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
-VERSION = 8
+VERSION = 9
 ROWS, GROUPS, DIMENSIONS, INSIDE, LAST_OPERATIONS = 8, 6, 6, 4, 4
 MAX_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
@@ -66,7 +66,7 @@ LAYOUT = np.dtype(
         ("since_step_s", "<f2"),
         ("usual_step_s", "<f2"),
         ("since_mark_s", "<f2"),  # negative if not known
-        ("population", "S48"),
+        ("population", "S44"),
         ("dimensions", [("name", "S12"), ("coordinate", "<u2")], DIMENSIONS),
         ("groups", [("name", "S12"), ("issued", "<u4")], GROUPS),
         ("inside", "S16", INSIDE),
@@ -127,7 +127,7 @@ def pack_summary(
         -1.0 if progress.since_mark_s is None else min(progress.since_mark_s, _MAX_FLOAT16)
     )
     value["all_groups"] = progress.all_groups and len(progress.issued) <= GROUPS
-    value["population"] = _cut_text(place.population, 48)
+    value["population"] = _cut_text(place.population, 44)
     for i, (name, coordinate) in enumerate(list(place.coordinates.items())[:DIMENSIONS]):
         value["dimensions"][i] = _cut_text(name, 12), coordinate
     last_issued = sorted(progress.issued.items(), key=lambda item: -item[1])[:GROUPS]

@@ -41,6 +41,8 @@ METRICS = (
     "pcie_replays_per_s",
     "nvlink_errors_per_s",
     "link_errors_per_s",  # errors of its node's InfiniBand or RoCE ports
+    "expert_ktokens",  # thousands of tokens that its experts receive at a time, see experts/load.py
+    "expert_share",  # share of the steps' time that its experts compute
     "alloc_retries_per_step",  # the device allocator freed its cache and waited for the device
 )
 # For these signals, a lower value is worse.

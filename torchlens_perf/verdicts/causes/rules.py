@@ -20,7 +20,7 @@ from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 
 MAX_CAUSES = 3
 # A cause is named if it explains at least this share of the excess.
-_EXPLAINS = 0.3
+MIN_EXPLAINED = 0.3
 # Other programs are named if they keep at least this share of the rank's CPUs, or its GPU, busy.
 _MIN_NEIGHBOURS = 0.1
 _MIN_FAULTS_PER_S = 20
@@ -115,7 +115,7 @@ def diagnose(
             usual[name] = nearer(usual[name], value) if name in usual else value
     case = _SlowRankCase(mine, usual, others, episode, details or {})
     found = [cause for rule in _RULES for cause in rule(case)]
-    found.sort(key=lambda cause: -(_EXPLAINS if cause.explains is None else cause.explains))
+    found.sort(key=lambda cause: -(MIN_EXPLAINED if cause.explains is None else cause.explains))
     subjects = [
         each for each in _SUBJECTS if not (episode.phase == "cpu" and each[0] == WAITS_FOR_CPU)
     ]
@@ -137,7 +137,7 @@ def _median_signals(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
 
 def _check_garbage_collection(case: _SlowRankCase) -> list[Cause]:
     explains = case.share_of_excess(case.excess_of("gc_share"))
-    return [] if explains < _EXPLAINS else case.cause("gc", explains, "gc_share")
+    return [] if explains < MIN_EXPLAINED else case.cause("gc", explains, "gc_share")
 
 
 def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:
@@ -150,7 +150,7 @@ def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:
         return []
     waits = case.excess_of("cpu_wait_share")
     explains = case.share_of_excess(waits)
-    if explains < _EXPLAINS:
+    if explains < MIN_EXPLAINED:
         return []
     # Ranks without a quota have no cpu_quota_share, and other programs are sampled only while a
     # rank waits.
@@ -185,14 +185,15 @@ def _check_disk_and_memory(case: _SlowRankCase) -> list[Cause]:
     if _has_memory_pressure(case):
         # Reclaiming pages also takes CPU time in the kernel.
         reclaims = explains + case.share_of_excess(max(0.0, case.excess_of("kernel_share")))
-        if reclaims >= _EXPLAINS:
+        if reclaims >= MIN_EXPLAINED:
             evicts = case.excess_of("refaults_per_s") >= _MIN_FAULTS_PER_S
             reason = "evicted_pages" if evicts else "memory_pressure"
             return case.cause("memory_pressure", reclaims, *_MEMORY_SIGNALS, reason=reason)
-    if explains < _EXPLAINS or waits < slept / 3:
+    if explains < MIN_EXPLAINED or waits < slept / 3:
         return []
-    signals = ("disk_wait_share", "asleep_share", "major_faults_per_s")
-    return case.cause("slow_storage", explains, *signals)
+    return case.cause(
+        "slow_storage", explains, "disk_wait_share", "asleep_share", "major_faults_per_s"
+    )
 
 
 def _has_memory_pressure(case: _SlowRankCase) -> bool:
@@ -210,7 +211,7 @@ def _has_memory_pressure(case: _SlowRankCase) -> bool:
 def _check_cpu_clock(case: _SlowRankCase) -> list[Cause]:
     lower = _clock_deficit(case, "cpu_clock_share")
     explains = case.share_explained_by_clock(lower)
-    if lower < _CLOCK_LOWER or explains < _EXPLAINS:
+    if lower < _CLOCK_LOWER or explains < MIN_EXPLAINED:
         return []
     return case.cause("cpu_clock", explains, "cpu_clock_share", usual="cpu_clock_share")
 
@@ -219,7 +220,7 @@ def _check_gpu_clock(case: _SlowRankCase) -> list[Cause]:
     clock = "sm_clock_share" if "sm_clock_share" in case.mine else "sm_clock_mhz"
     lower = _clock_deficit(case, clock)
     explains = case.share_explained_by_clock(lower)
-    if not _may_be_device_fault(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
+    if not _may_be_device_fault(case) or lower < _CLOCK_LOWER or explains < MIN_EXPLAINED:
         return []
     signals = ("sm_clock_mhz", "sm_clock_share", *THROTTLES, "temperature_c")
     reason = max(THROTTLES, key=case.excess_of)
@@ -232,7 +233,7 @@ def _check_gpu_neighbours(case: _SlowRankCase) -> list[Cause]:
     """Return programs outside the job as a cause, if they use the rank's GPU."""
     more = case.excess_of("gpu_neighbour_share")
     explains = case.share_of_excess(more)
-    if not _may_be_device_fault(case) or more < _MIN_NEIGHBOURS or explains < _EXPLAINS:
+    if not _may_be_device_fault(case) or more < _MIN_NEIGHBOURS or explains < MIN_EXPLAINED:
         return []
     return case.cause("gpu_neighbour", explains, "gpu_neighbour_share")
 

@@ -34,7 +34,8 @@ class Cause:
 
     kind: str
     """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock,
-    gpu_throttled, gpu_clock, gpu_neighbour, gpu_errors, pcie, nvlink, network or alloc_retries."""
+    gpu_throttled, gpu_clock, gpu_neighbour, gpu_errors, pcie, nvlink, network, alloc_retries,
+    tokens or machine, see experts/causes.py."""
     explains: float | None
     """Share of the rank's excess that the cause explains; None if it cannot be determined."""
     evidence: Mapping[str, float]
@@ -42,7 +43,8 @@ class Cause:
     with the prefix usual_ usual values of the rank."""
     about: Mapping[str, str]
     """Names: neighbour, control_group and gpu. `reason` divides some kinds: the signal of the reason
-    for which a GPU is throttled, the signal that counts errors, or evicted_pages."""
+    for which a GPU is throttled, the signal that counts errors, evicted_pages, or
+    tokens_untimed if the time of the experts is not known."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,22 +54,30 @@ def _format_values(cause: Cause) -> defaultdict[str, str]:
     if names.get("neighbour"):
         found["most"] = f", most of all {names['neighbour']}"
     if signals.get("memory_limit_share", 0.0) >= _FULL:
-        used = found["memory_limit_share"]
-        found["used"] = f"; {used} of the group's memory limit is in use"
+        found["used"] = f"; {found['memory_limit_share']} of the group's memory limit is in use"
     if "temperature_c" in signals:
         found["hot"] = f" at {signals['temperature_c']:.0f} C"
     return found
 
 
 def _format_signal(name: str, value: float) -> str:
-    if name.endswith("_share"):
-        return format_percent(value)
-    if name.endswith("_mhz"):
-        return f"{value / 1e3:.2f} GHz"
+    for ending, form in _FORMS.items():
+        if name.endswith(ending):
+            return form(value)
     if name.endswith("_per_step"):
         rarely = f"once in {1 / value:.0f} steps" if value else "never"
         return "in every step" if 1.5 * value > 1 else rarely
-    return f"{value:.0f}" if name.endswith("faults_per_s") else _format_rate(value)
+    return _format_rate(value)
+
+
+_FORMS: Mapping[str, Callable[[float], str]] = {
+    "_share": format_percent,
+    "_mhz": lambda mhz: f"{mhz / 1e3:.2f} GHz",
+    "faults_per_s": "{:.0f}".format,
+    "tokens": "{:,.0f}".format,
+    "_times": "{:.2f} times".format,
+}
+"""How a signal is written, by the end of its name."""
 
 
 def _format_rate(per_s: float) -> str:
@@ -87,7 +95,23 @@ _SHORT_OF_MEMORY = (
     " what else takes memory on that node.",
 )
 _GPU_CLOCK = "{gpu}'s SM clock is {sm_clock_mhz}, {lower} below the usual"
+_TOKENS = (
+    "its tokens: its experts get {tokens} tokens at a time, {of_mean_times} the mean of"
+    " {mean_tokens}"
+)
+_BALANCE = (
+    "balance the experts: a stronger balancing loss or bias of the router, busy experts on other ranks"
+    " or copied to them."
+)
 _WORDS = {
+    "tokens": (_TOKENS, _BALANCE),
+    "tokens_untimed": (f"{_TOKENS}, if all of its computation grows with them", _BALANCE),
+    "machine": (
+        "its machine: its experts get {of_mean_times} the mean of tokens, yet it computes"
+        " {longer_share} longer",
+        "compare the clock speed, temperature and other processes of its machine with the other"
+        " ranks'.",
+    ),
     "gc": (
         "Python's garbage collector takes {gc_share} of the step time of {rank}{than_gc_share}",
         "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect()"
