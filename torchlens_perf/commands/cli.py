@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torchlens_perf.commands import (
     act,
     capture,
+    check,
     compare,
     deploy_files,
     query,
@@ -209,7 +210,7 @@ _GROUPS = {
         compare.COMMAND,
     ),
     "Act on verdicts": (act.ACT, act.OFFENDERS, act.MCP),
-    "Set up": (_DOCTOR, _BUILD_TAP, deploy_files.COMMAND),
+    "Set up": (_DOCTOR, check.COMMAND, _BUILD_TAP, deploy_files.COMMAND),
     "Try out and repair": (simulate.COMMAND, _SIDECAR),
 }
 """The commands in the help. `results` is internal and not listed."""

@@ -29,10 +29,9 @@ def _run_serve(options: argparse.Namespace) -> int:
         f"--host {options.host} can be reached from other machines: add --allow-remote to allow"
         " that",
     )
-    port = options.port
-    require(0 <= port < 1 << 16, f"--port must be from 0 to 65535, got {port}")
+    require(0 <= options.port < 1 << 16, f"--port must be from 0 to 65535, got {options.port}")
     folder = _choose_folder(options.folder)
-    with servers.open_listening_socket(options.host, port) as listening:
+    with servers.open_listening_socket(options.host, options.port) as listening:
         with Progress("looking for runs", quiet=options.quiet) as progress:
             found = find_runs(folder, progress)
         if is_open:
@@ -43,8 +42,10 @@ def _run_serve(options: argparse.Namespace) -> int:
                 " ssh -L 8000:127.0.0.1:PORT",
                 file=sys.stderr,
             )
-        count = format_count(len(found), "run")
-        print_note(options, f"{count} in {printable(folder)}; Ctrl-C ends the server")
+        print_note(
+            options,
+            f"{format_count(len(found), 'run')} in {printable(folder)}; Ctrl-C ends the server",
+        )
         server = Server(folder, found, is_one=is_run(folder))
         servers.run_until_signal(server, listening, options.host)
     return 0
@@ -55,8 +56,10 @@ def _choose_folder(path: Path | None) -> str:
     from torchlens_perf.store.run_folders import default_folder
 
     folder = default_folder() if path is None else path
-    problem = f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR"
-    require(folder.is_dir(), problem)
+    require(
+        folder.is_dir(),
+        f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR",
+    )
     return os.path.realpath(folder)
 
 

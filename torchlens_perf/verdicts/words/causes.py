@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis

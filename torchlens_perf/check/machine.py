@@ -1,0 +1,194 @@
+"""Measure this rank and its node with real work of torch, Python, disk and kernel."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import util
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from torchlens_perf.config import CHILD
+from torchlens_perf.run.processes import read_kernel_text
+from torchlens_perf.sidecar.host.cgroup import ControlGroup
+
+Measure: TypeAlias = Callable[[float], float]
+"""Measure one quantity for about the given seconds, and return its value."""
+
+_LOOPS = 20_000
+_BLOCK = bytes(1 << 20)
+_MOST_FILE_BYTES = 1 << 28
+# ioctl(2) of <linux/sockios.h> and flags of <net/if.h>.
+_SIOCGIFFLAGS, _SIOCGIFMTU = 0x8913, 0x8921
+_UP_AND_RUNNING, _LOOPBACK = 0x41, 0x08
+_IMPORTED = "numpy"
+_TIMED_IMPORT = (
+    f"import time; t = time.perf_counter(); import {_IMPORTED}; print(time.perf_counter() - t)"
+)
+
+
+def time_call(call: Callable[[], object], budget_s: float, *, on_device: bool) -> float:
+    """Return the seconds that a call takes, repeated for about `budget_s`.
+
+    on_device: measure by the clock of the GPU, with CUDA events.
+    """
+    call()
+    if on_device:
+        once_s = _time_on_device(call, 3)
+        return _time_on_device(call, max(1, min(10_000, int(budget_s / max(once_s, 1e-6)))))
+    begin, count = time.perf_counter(), 0
+    while True:
+        call()
+        count += 1
+        if (spent_s := time.perf_counter() - begin) >= budget_s:
+            return spent_s / count
+
+
+def _time_on_device(call: Callable[[], object], count: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
+
+
+def list_rank_measures(device: torch.device) -> dict[str, Measure]:
+    """Return the measures of one rank: its device and one thread of its CPU."""
+    on_device = device.type == "cuda"
+    size, copied = (8192, 1 << 29) if on_device else (384, 1 << 26)
+
+    def rate(work: float, call: Callable[[], object]) -> Measure:
+        return lambda budget_s: work / time_call(call, budget_s, on_device=on_device)
+
+    found: dict[str, Measure] = {}
+    for dtype in ("float32", "bfloat16", *(("float16",) if on_device else ())):
+        a = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
+        found[f"matmul {dtype}"] = rate(
+            2.0 * size**3, functools.partial(torch.mm, a, a, out=a.clone())
+        )
+    source = torch.ones(copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    found["memory bandwidth"] = rate(2.0 * copied, lambda: target.copy_(source))
+    if on_device:
+        pinned = torch.ones(copied, dtype=torch.uint8, pin_memory=True)
+        one = torch.ones(1, device=device)
+        found["copy to the device"] = rate(copied, lambda: source.copy_(pinned, non_blocking=True))
+        found["copy from the device"] = rate(
+            copied, lambda: pinned.copy_(source, non_blocking=True)
+        )
+        found["kernel launch"] = lambda budget_s: time_call(
+            lambda: one.add_(1), budget_s, on_device=False
+        )
+    found["one CPU thread"] = lambda budget_s: time_call(
+        lambda: sum(range(_LOOPS)), budget_s, on_device=False
+    )
+    return found
+
+
+def list_node_measures() -> dict[str, Measure]:
+    """Return the measures of a node, which its first rank makes."""
+    file: Any = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # The process ends soon.
+    return {
+        "all CPU threads": _measure_all_threads,
+        "Python import": lambda _: _time_import(),
+        "disk write": lambda budget_s: _write(file, budget_s),
+        "disk read": lambda budget_s: _read(file, budget_s),
+    }
+
+
+def read_sizes() -> dict[str, float]:
+    """Return sizes of the node that need one reading, in bytes."""
+    shared = os.statvfs("/dev/shm")
+    return {
+        "shared memory": float(shared.f_frsize * shared.f_blocks),
+        "free memory": _read_free_memory(),
+        **{f"MTU of {name}": float(mtu) for name, mtu in _read_mtus()},
+    }
+
+
+def describe_machine() -> str:
+    """Return the model and the number of the CPUs."""
+    lines = read_kernel_text("/proc/cpuinfo").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} x {models[0] if models else os.uname().machine}"
+
+
+def _measure_all_threads(budget_s: float) -> float:
+    before, size = torch.get_num_threads(), 512
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    a = torch.ones(size, size)
+    out = a.clone()
+    try:
+        seconds = time_call(lambda: torch.mm(a, a, out=out), budget_s, on_device=False)
+    finally:
+        torch.set_num_threads(before)
+    return 2.0 * size**3 / seconds
+
+
+def _time_import() -> float:
+    """Return the seconds of an import in a new process, whose files are read from where they lie."""
+    spec = util.find_spec(_IMPORTED)
+    for path in Path(str(spec and spec.origin)).parent.rglob("*.*"):
+        if path.suffix in (".py", ".pyc", ".so"):
+            with path.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    done = subprocess.run(
+        [sys.executable, "-c", _TIMED_IMPORT],
+        env={**os.environ, CHILD: "1"}, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return float(done.stdout)
+
+
+def _write(file: Any, budget_s: float) -> float:
+    file.seek(0)
+    begin, written = time.perf_counter(), 0
+    while True:
+        file.write(_BLOCK)
+        os.fdatasync(file.fileno())
+        written += len(_BLOCK)
+        if (spent_s := time.perf_counter() - begin) >= budget_s or written >= _MOST_FILE_BYTES:
+            return written / spent_s
+
+
+def _read(file: Any, budget_s: float) -> float:
+    """Read what the last call of _write() has written, from the disk instead of the page cache."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    file.seek(0)
+    begin, read = time.perf_counter(), 0
+    while True:
+        read += (count := len(file.read(len(_BLOCK))))
+        spent_s = time.perf_counter() - begin
+        if not count or spent_s >= budget_s:
+            return read / spent_s
+
+
+def _read_free_memory() -> float:
+    """Return the memory that new processes can use: of the machine, or less by a control group."""
+    lines = dict(line.split(":") for line in read_kernel_text("/proc/meminfo").splitlines())
+    free = 1024.0 * int(lines["MemAvailable"].split()[0])
+    group = ControlGroup(os.getpid())
+    share, limit = group.memory_limit_share(), group.memory_limit_bytes()
+    return free if share is None or limit is None else min(free, (1 - share) * limit)
+
+
+def _read_mtus() -> Iterator[tuple[str, int]]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        for _, name in socket.if_nameindex():
+            flags, mtu = (
+                struct.unpack_from("i", fcntl.ioctl(opened, number, struct.pack("16si12x", name.encode(), 0)), 16)[0]
+                for number in (_SIOCGIFFLAGS, _SIOCGIFMTU)
+            )  # fmt: skip
+            if flags & _UP_AND_RUNNING == _UP_AND_RUNNING and not flags & _LOOPBACK:
+                yield name, mtu
