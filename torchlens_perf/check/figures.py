@@ -22,6 +22,7 @@ class Quantity(NamedTuple):
         return self.unit == "B"
 
 
+TRANSFERS = "transfers"
 _COMPUTE = "run a longer test of {subject}, look at its clocks, limits and other programs."
 _CPU = "look for other programs and CPU limits (cgroups, affinity) on {subject}."
 _DISK = "look at the disk of TMPDIR on {subject}: limits, other programs, remaining space."
@@ -39,6 +40,7 @@ QUANTITIES = {
     "disk read": Quantity("B/s", 2.5, _DISK),
     "shared memory": Quantity("B", 1.2, "mount a larger /dev/shm (docker run --shm-size)."),
     "free memory": Quantity("B", 1.5, _MEMORY),
+    TRANSFERS: Quantity("B/s", 1.6, "test cables, NICs and switch ports of {subject}."),
     "MTU": Quantity("B", 1.01, "set the same MTU on {subject} as on the other nodes."),
 }  # fmt: skip
 """Quantities by the first words of their names, such as "matmul" of "matmul bfloat16"."""
@@ -61,7 +63,7 @@ class GroupTime(Struct, frozen=True, array_like=True):
     operation: str
     bytes: int
     """Size by nccl-tests, from which the bus bandwidth is computed."""
-    seconds: tuple[float, ...]
+    seconds: list[float]
 
 
 class RankFigures(Struct, frozen=True):

@@ -25,6 +25,9 @@ from torchlens_perf.sidecar.host.cgroup import ControlGroup
 Measure: TypeAlias = Callable[[float], float]
 """Measure one quantity for about the given seconds, and return its value."""
 
+CPU = torch.device("cpu")
+ROUNDS = 5
+"""Number of times that each quantity is measured."""
 _LOOPS = 20_000
 _BLOCK = bytes(1 << 20)
 _MOST_FILE_BYTES = 1 << 28
@@ -37,31 +40,28 @@ _TIMED_IMPORT = (
 )
 
 
-def time_call(call: Callable[[], object], budget_s: float, *, on_device: bool) -> float:
-    """Return the seconds that a call takes, repeated for about `budget_s`.
-
-    on_device: measure by the clock of the GPU, with CUDA events.
-    """
+def time_call(call: Callable[[], object], budget_s: float, device: torch.device) -> float:
+    """Return the seconds that a call takes, repeated for about `budget_s`."""
     call()
-    if on_device:
-        once_s = _time_on_device(call, 3)
-        return _time_on_device(call, max(1, min(10_000, int(budget_s / max(once_s, 1e-6)))))
-    begin, count = time.perf_counter(), 0
-    while True:
-        call()
-        count += 1
-        if (spent_s := time.perf_counter() - begin) >= budget_s:
-            return spent_s / count
+    begin_s, seconds = time.perf_counter(), list[float]()
+    while not seconds or time.perf_counter() - begin_s < budget_s:
+        seconds.append(time_calls(call, 1 if device.type == "cpu" else 10, device))
+    return sum(seconds) / len(seconds)
 
 
-def _time_on_device(call: Callable[[], object], count: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+def time_calls(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Return the mean seconds of calls, by the clock of the GPU if the device is one."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (device.type == "cuda"))]
+    begin_s = time.perf_counter()
+    for event in events[:1]:
+        event.record()
     for _ in range(count):
         call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / count
+    if not events:
+        return (time.perf_counter() - begin_s) / count
+    events[1].record()
+    events[1].synchronize()
+    return float(events[0].elapsed_time(events[1])) / 1e3 / count
 
 
 def list_rank_measures(device: torch.device) -> dict[str, Measure]:
@@ -70,7 +70,7 @@ def list_rank_measures(device: torch.device) -> dict[str, Measure]:
     size, copied = (8192, 1 << 29) if on_device else (384, 1 << 26)
 
     def rate(work: float, call: Callable[[], object]) -> Measure:
-        return lambda budget_s: work / time_call(call, budget_s, on_device=on_device)
+        return lambda budget_s: work / time_call(call, budget_s, device)
 
     found: dict[str, Measure] = {}
     for dtype in ("float32", "bfloat16", *(("float16",) if on_device else ())):
@@ -88,12 +88,8 @@ def list_rank_measures(device: torch.device) -> dict[str, Measure]:
         found["copy from the device"] = rate(
             copied, lambda: pinned.copy_(source, non_blocking=True)
         )
-        found["kernel launch"] = lambda budget_s: time_call(
-            lambda: one.add_(1), budget_s, on_device=False
-        )
-    found["one CPU thread"] = lambda budget_s: time_call(
-        lambda: sum(range(_LOOPS)), budget_s, on_device=False
-    )
+        found["kernel launch"] = lambda budget_s: time_call(lambda: one.add_(1), budget_s, CPU)
+    found["one CPU thread"] = lambda budget_s: time_call(lambda: sum(range(_LOOPS)), budget_s, CPU)
     return found
 
 
@@ -131,7 +127,7 @@ def _measure_all_threads(budget_s: float) -> float:
     a = torch.ones(size, size)
     out = a.clone()
     try:
-        seconds = time_call(lambda: torch.mm(a, a, out=out), budget_s, on_device=False)
+        seconds = time_call(lambda: torch.mm(a, a, out=out), budget_s, CPU)
     finally:
         torch.set_num_threads(before)
     return 2.0 * size**3 / seconds

@@ -9,18 +9,19 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.output import write_to_stderr
 from torchlens_perf.run.place.launcher import JobPlace
 
 _T = TypeVar("_T")
 
+FOUND, UNKNOWN = 1, 3
+"""Exit codes, as of other commands: something is slow; too little was measured to tell."""
 _SILENT_S = 10.0
 """A rank whose process gives no sign of life for this long does not respond."""
 _BEAT_S = 1.0
@@ -88,13 +89,13 @@ class Ranks:
             self._attendance.enter(stage)
             dist.all_reduce(torch.zeros(1))
 
-    def fail(self, error: BaseException) -> int:
-        """Return the exit code after an error in this process. Does not return if another rank is the
-        cause: the process then ends when that rank is named."""
-        if self._attendance is not None:
-            self._attendance.join(_SILENT_S + 5 * _BEAT_S)
-        write_to_stderr(f"torchlens-perf: rank {self.rank}: {error}\n")
-        return 3
+    def fail(self, error: RuntimeError) -> NoReturn:
+        """End the process after an error, when the rank that caused it has been named."""
+        if self._attendance is None:
+            raise error
+        self._attendance.give_up(error)
+        self._attendance.join()
+        os._exit(UNKNOWN)
 
     def leave(self) -> None:
         """Leave the process group, if there is one."""
@@ -128,6 +129,11 @@ class _Attendance(threading.Thread):
         self._stage = stage
         self._store.add(f"stage/{self._rank}", 1)
 
+    def give_up(self, error: RuntimeError) -> None:
+        """End the check as soon as ranks that do not respond are known."""
+        self._stage += f" ({error})"
+        self._end_s = time.monotonic() + _SILENT_S
+
     def run(self) -> None:
         while True:
             signal.sigtimedwait([signal.SIGTERM], _BEAT_S)
@@ -141,7 +147,7 @@ class _Attendance(threading.Thread):
             except RuntimeError:
                 if self._rank == 1:
                     self._end([0], "its store does not respond")
-                os._exit(3)
+                os._exit(UNKNOWN)
             silent = [rank for rank, seen_s in self._seen_s.items() if now_s - seen_s > _SILENT_S]
             never = [rank for rank in silent if not self._counts[rank]]
             # Processes may start late, but not later than the end of the check.
@@ -163,7 +169,7 @@ class _Attendance(threading.Thread):
             sys.stdout.flush()
             os._exit(code)
         time.sleep(2 * _BEAT_S)
-        os._exit(3)
+        os._exit(UNKNOWN)
 
 
 def _find_store(place: JobPlace) -> tuple[str, int]:

@@ -16,16 +16,20 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
+from torchlens_perf.check.communication import measure_groups, measure_links, parse_mesh
 from torchlens_perf.check.figures import RankFigures
 from torchlens_perf.check.judge import NO_ANSWER, build_verdict, judge_machines
+from torchlens_perf.check.links import judge_links, list_nodes
 from torchlens_perf.check.machine import (
+    ROUNDS,
     Measure,
     describe_machine,
     list_node_measures,
     list_rank_measures,
     read_sizes,
 )
-from torchlens_perf.check.ranks import Ranks
+from torchlens_perf.check.ranks import FOUND, UNKNOWN, Ranks
+from torchlens_perf.check.tournament import Transfer
 from torchlens_perf.check.words import describe_extent, format_report
 from torchlens_perf.errors import require
 from torchlens_perf.run.identity import collect_job_attributes
@@ -34,11 +38,8 @@ from torchlens_perf.run.processes import read_command_line
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.verdicts.verdict import Verdict
 
-FOUND, UNKNOWN = 1, 3
-"""Exit codes, as of other commands: something is slow; too little was measured to tell."""
-_ROUNDS = 3
-_MACHINE_SHARE = 0.4
-"""Share of the time for the measures of ranks and nodes."""
+_MACHINE_SHARE, _GROUPS_SHARE, _LINKS_SHARE = 0.4, 0.2, 0.4
+"""Shares of the time for ranks and nodes, for collectives, and for pairs of ranks."""
 
 
 def run_check(options: argparse.Namespace) -> int:
@@ -47,6 +48,7 @@ def run_check(options: argparse.Namespace) -> int:
     warnings.simplefilter("ignore", FutureWarning)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = detect_place(os.environ, None, read_command_line(os.getppid()))
+    mesh = parse_mesh(options.mesh or f"world={place.world_size}", place.world_size)
     ranks = Ranks(place, 2 * options.seconds + 60, functools.partial(_report_missing, options))
     try:
         first = RankFigures(
@@ -59,12 +61,18 @@ def run_check(options: argparse.Namespace) -> int:
         )
         everyone = ranks.gather(first, RankFigures)
         measure_machine(ranks, first, everyone, options.seconds * _MACHINE_SHARE)
+        transfers: list[Transfer] = []
+        if ranks.size > 1:
+            first.groups.extend(measure_groups(ranks, mesh, options.seconds * _GROUPS_SHARE))
+            transfers = measure_links(ranks, list_nodes(everyone), options.seconds * _LINKS_SHARE)
         everyone = ranks.gather(first, RankFigures)
-        verdicts = judge_machines(everyone) if ranks.rank == 0 else []
+        verdicts = (
+            judge_machines(everyone) + judge_links(transfers, everyone) if ranks.rank == 0 else []
+        )
         code = ranks.share(report(options, everyone, verdicts) if ranks.rank == 0 else None, int)
         ranks.leave()
     except RuntimeError as error:
-        return ranks.fail(error)
+        ranks.fail(error)
     return code
 
 
@@ -99,10 +107,10 @@ def measure_machine(
     """Measure this rank and, if it is the first of its node, the node. Repeats each measure."""
     is_first = own.rank == min(each.rank for each in everyone if each.host == own.host)
     of_rank, of_node = list_rank_measures(ranks.device), list_node_measures()
-    budget_s = seconds / _ROUNDS / (len(of_rank) + len(of_node))
+    budget_s = seconds / ROUNDS / (len(of_rank) + len(of_node))
     if is_first:
         own.of_node.update({name: [value] for name, value in read_sizes().items()})
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         _measure(ranks, of_rank, own.of_rank, own.not_measured, budget_s)
         _measure(
             ranks,

@@ -1,0 +1,135 @@
+"""Measure collectives in process groups, and transfers between pairs of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from torchlens_perf.check.figures import GroupTime
+from torchlens_perf.check.links import Rates
+from torchlens_perf.check.machine import ROUNDS, time_calls
+from torchlens_perf.check.ranks import Ranks
+from torchlens_perf.check.tournament import Pair, Transfer, plan_rounds
+from torchlens_perf.errors import ConfigError, require
+from torchlens_perf.run.processes import read_kernel_text
+
+_SIZES = {"cpu": (1 << 14, 1 << 19, 1 << 22), "cuda": (1 << 16, 1 << 22, 1 << 27)}
+"""Sizes of collectives by device, in bytes."""
+_TRANSFER_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}
+_FIRST_ROUNDS = 64
+
+
+def parse_mesh(text: str, size: int) -> dict[str, int]:
+    """Return the dimensions of a mesh, such as "dp=4,tp=2". Raise ConfigError for a wrong text."""
+    try:
+        mesh = {name: int(number) for part in text.split(",") for name, number in [part.split("=")]}
+    except ValueError:
+        raise ConfigError(f"--mesh {text}: must be names and sizes, such as dp=4,tp=2") from None
+    product = torch.Size(mesh.values()).numel()
+    require(product == size, f"--mesh {text}: has {product} ranks, but {size} ranks run")
+    return mesh
+
+
+def measure_groups(ranks: Ranks, mesh: dict[str, int], budget_s: float) -> Iterator[GroupTime]:
+    """Yield the times of each operation and size in those groups of a mesh that have this rank."""
+    made = dist.init_device_mesh(
+        ranks.device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh)
+    )
+    sizes = _SIZES[ranks.device.type]
+    for name, size in itertools.product(mesh, sizes):
+        group = made.get_group(name)
+        members = tuple(dist.get_process_group_ranks(group))
+        # All ranks have the same bytes, which divide by the number of ranks.
+        part = torch.zeros(max(1, size // 4 // len(members)), device=ranks.device)
+        whole = part.repeat(len(members))
+        calls: dict[str, Callable[[], object]] = {
+            "allreduce": partial(dist.all_reduce, whole, group=group),
+            "allgather_base": partial(dist.all_gather_into_tensor, whole, part, group=group),
+            "reduce_scatter_base": partial(dist.reduce_scatter_tensor, part, whole, group=group),
+            "alltoall_base": partial(dist.all_to_all_single, whole.clone(), whole, group=group),
+            "broadcast": partial(dist.broadcast, whole, members[0], group=group),
+        }
+        for operation, call in calls.items():
+            ranks.meet(f"{operation} in {name}")
+            time_calls(call, 2, ranks.device)
+            slowest_s = torch.tensor(time_calls(call, 3, ranks.device))
+            dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+            count = int(budget_s / len(mesh) / len(sizes) / len(calls) / ROUNDS / float(slowest_s))
+            seconds = [
+                time_calls(call, max(1, min(count, 200)), ranks.device) for _ in range(ROUNDS)
+            ]
+            yield GroupTime(name, members, operation, whole.nbytes, seconds)
+
+
+def measure_links(ranks: Ranks, nodes: Sequence[Sequence[int]], seconds: float) -> list[Transfer]:
+    """Return the transfers between pairs of ranks, which rank 0 chooses. Others return their own."""
+    begin_s, rounds, found = time.monotonic(), 0, list[Transfer]()
+    payload = torch.zeros(
+        _TRANSFER_BYTES[ranks.device.type], dtype=torch.uint8, device=ranks.device
+    )
+
+    def count_possible() -> int:
+        spent_s = time.monotonic() - begin_s
+        return max(0, int(rounds * (seconds - spent_s) / spent_s)) if rounds else _FIRST_ROUNDS
+
+    plan = plan_rounds(nodes, count_possible, lambda rows: Rates(rows).bad)
+    batch = ranks.share(next(plan, []) if ranks.rank == 0 else None)
+    while batch:
+        ranks.meet("transfers between pairs")
+        mine = [(min(pair), max(pair)) for each in batch for pair in each if ranks.rank in pair]
+        own = [each for pair in mine for each in _measure_pair(ranks, pair, payload)]
+        rows = [row for each in ranks.gather(own, list[Transfer]) for row in each]
+        found, rounds = found + rows, rounds + len(batch)
+        with contextlib.suppress(StopIteration):
+            batch = []
+            batch = plan.send(rows) if ranks.rank == 0 else []
+        batch = ranks.share(batch)
+    return found
+
+
+def _measure_pair(ranks: Ranks, pair: Pair, payload: torch.Tensor) -> Iterator[Transfer]:
+    """Measure both directions, and yield the one that this rank receives."""
+    for sender, receiver in (pair, pair[::-1]):
+        sends, peer = ranks.rank == sender, receiver if ranks.rank == sender else sender
+        token, lost = torch.zeros(1), torch.zeros(1)
+        _exchange(payload[:1], peer, sends=sends)
+        if sends:
+            _exchange(token, peer, sends=False)
+            before = _read_segments()
+            _exchange(payload, peer, sends=True)
+            _exchange(token, peer, sends=False)
+            sent, repeated = (
+                after - at for at, after in zip(before, _read_segments(), strict=True)
+            )
+            lost[0] = repeated / max(1, sent)
+            _exchange(lost, peer, sends=True)
+        else:
+            _exchange(token, peer, sends=True)
+            spent_s = time_calls(partial(_exchange, payload, peer, sends=False), 1, ranks.device)
+            _exchange(token, peer, sends=True)
+            _exchange(lost, peer, sends=False)
+            yield Transfer(sender, receiver, payload.nbytes / spent_s, float(lost))
+
+
+def _exchange(tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
+    """Send a tensor to a rank, or receive it from there, in the communicator of all ranks."""
+    operation = dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer)
+    for work in dist.batch_isend_irecv([operation]):
+        work.wait()
+
+
+def _read_segments() -> tuple[int, int]:
+    """Return the TCP segments that this node, or its network namespace, has sent, and sent again."""
+    rows = [
+        line.split()
+        for line in read_kernel_text("/proc/net/snmp").splitlines()
+        if line[:4] == "Tcp:"
+    ]
+    counts = dict(zip(*rows, strict=True))
+    return int(counts["OutSegs"]), int(counts["RetransSegs"])

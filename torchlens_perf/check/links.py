@@ -1,0 +1,163 @@
+"""Conclude from transfers which link, direction, port or switch is slow or loses segments. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.quantities import format_percent
+from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
+from torchlens_perf.check.figures import TRANSFERS, RankFigures, find_quantity
+from torchlens_perf.check.judge import LINK, SPREAD_FACTOR, Outlier, build_verdict
+from torchlens_perf.check.tournament import Pair, Transfer
+from torchlens_perf.run.grouping import group_values
+from torchlens_perf.run.rank_ranges import format_rank_list
+from torchlens_perf.verdicts.verdict import Verdict
+
+_USUAL = 0.75
+"""Quantile of the rates that is the usual one: of four nodes, one bad port slows half of the pairs."""
+_MOST_LOST = 0.01
+"""Share of segments that TCP sends again above which a link loses data."""
+_MOST = 0.7
+"""Least share of bad pairs of a bad port."""
+
+
+class _Part(NamedTuple):
+    """A bad part of the network: the ranks behind it, and the directions that are bad."""
+
+    ranks: frozenset[int]
+    sends: bool
+    receives: bool
+    pairs: frozenset[Pair]
+    """The bad pairs (sender, receiver) that this part explains."""
+    other: int | None = None
+    """For a single link, the rank at its other end."""
+
+
+class Rates:
+    """The rates of all measured pairs of one kind: within nodes, or between nodes."""
+
+    def __init__(self, transfers: Iterable[Transfer]) -> None:
+        alike = group_values(((each.sender, each.receiver), each) for each in transfers)
+        # Other work of a node makes a transfer slower, never faster.
+        self.rates = {pair: max(each.bytes_per_s for each in rows) for pair, rows in alike.items()}
+        self.once = {pair for pair, rows in alike.items() if len(rows) == 1}
+        self.lost = {pair: median(each.lost_share for each in rows) for pair, rows in alike.items()}
+        self.bad: set[Pair] = set()
+        if not alike:
+            return
+        self.usual = float(np.quantile([*self.rates.values()], _USUAL))
+        noise = [
+            math.log(each.bytes_per_s / self.rates[pair])
+            for pair, rows in alike.items() for each in rows if len(rows) > 2
+        ]  # fmt: skip
+        spread = robust_standard_deviation(np.array(noise)) if noise else 0.0
+        least = math.log(find_quantity(TRANSFERS).floor)
+        most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
+        for pair, rate in self.rates.items():
+            excess = math.log(self.usual / rate)
+            if self.lost[pair] > most_lost or excess > max(
+                least, SPREAD_FACTOR * spread / math.sqrt(len(alike[pair]))
+            ):
+                self.bad.add(pair)
+
+    def find_parts(self, ranks: set[int]) -> Iterator[_Part]:
+        """Yield the bad parts of the network between these ranks."""
+        pairs = [pair for pair in self.rates if ranks.issuperset(pair)]
+        bad = self.bad.intersection(pairs)
+        if not bad:
+            return
+        *groups, main = sorted(_connect(pairs, bad), key=len)
+        for group in (*groups, *({rank} for rank in main.intersection(*[itertools.chain(*bad)]))):
+            sends = {pair for pair in pairs if pair[0] in group and pair[1] in main - group}
+            receives = {pair for pair in pairs if pair[1] in group and pair[0] in main - group}
+            are_bad = [len(bad & each) >= _MOST * max(1, len(each)) for each in (sends, receives)]
+            if any(are_bad) and len({pair[1] for pair in sends}) > 1:
+                explained = frozenset(pair for pair in bad if group.intersection(pair))
+                yield _Part(frozenset(group), are_bad[0], are_bad[1], explained)
+                bad = bad - explained
+        # A single measurement proves nothing about one link.
+        bad = bad - self.once
+        for a, b in sorted(bad):
+            if a < b or (b, a) not in bad:
+                both = {(a, b), (b, a)} & bad
+                yield _Part(frozenset([a]), True, len(both) > 1, frozenset(both), b)
+
+
+def _connect(pairs: Iterable[Pair], bad: set[Pair]) -> list[set[int]]:
+    """Return the groups of ranks that are connected by pairs that are good in both directions."""
+    groups: dict[int, set[int]] = {}
+    for a, b in pairs:
+        one, other = groups.setdefault(a, {a}), groups.setdefault(b, {b})
+        if not {(a, b), (b, a)} & bad and one is not other:
+            one |= other
+            groups.update(dict.fromkeys(other, one))
+    return list({id(each): each for each in groups.values()}.values())
+
+
+def list_nodes(everyone: Iterable[RankFigures]) -> list[list[int]]:
+    """Return the ranks of each node."""
+    return list(group_values((each.host, each.rank) for each in everyone).values())
+
+
+def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) -> list[Verdict]:
+    """Return the verdicts on links, ports and switches."""
+    hosts = {each.rank: each.host for each in everyone}
+    nodes, found = list_nodes(everyone), []
+    inside, between = (
+        Rates(each for each in transfers if (hosts[each.sender] == hosts[each.receiver]) is same)
+        for same in (True, False)
+    )
+    for node in nodes:
+        for part in inside.find_parts({*node}):
+            found.append(_build_link_verdict([part], inside, everyone))
+    # Rank 0 of a node is measured with ranks 0 of other nodes, and so on.
+    lanes = (
+        {node[lane] for node in nodes if lane < len(node)} for lane in range(max(map(len, nodes)))
+    )
+    parts = [part for lane in lanes for part in between.find_parts(lane)]
+    alike = group_values(
+        ((frozenset(map(hosts.get, part.ranks)), part.sends, part.receives, hosts.get(part.other or -1)), part)
+        for part in parts
+    )  # fmt: skip
+    return found + [_build_link_verdict(each, between, everyone) for each in alike.values()]
+
+
+def _build_link_verdict(
+    parts: Sequence[_Part], rates: Rates, everyone: Sequence[RankFigures]
+) -> Verdict:
+    """Return the verdict on one part of the network, measured by one or several ranks of its nodes."""
+    first, hosts = parts[0], {each.rank: each.host for each in everyone}
+    ranks = sorted(rank for part in parts for rank in part.ranks)
+    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    mates = [rank for rank, host in hosts.items() if host in names]
+    switches = {each.switch for each in everyone if each.rank in ranks}
+    pairs = frozenset[Pair]().union(*(part.pairs for part in parts))
+    if first.other is not None:
+        to = "and" if first.receives else "to"
+        ends = f"rank {ranks[0]} ({names[0]}) {to} rank {first.other} ({hosts[first.other]})"
+        subject = f"the link {'between' if first.receives else 'from'} {ends}"
+        ranks = [ranks[0], first.other]
+    elif len(names) > 1:
+        where = f"nodes {', '.join(names)}"
+        is_switch = len(switches) == 1 and "" not in switches
+        subject = (
+            f"switch {switches.pop()} of {where}"
+            if is_switch
+            else f"the connection of {where} with other nodes"
+        )
+    else:
+        where = f"node {names[0]}" if ranks == mates else f"{format_rank_list(ranks)} ({names[0]})"
+        subject = f"the port of {where}"
+    if first.other is None and first.sends != first.receives:
+        subject += ", sending only" if first.sends else ", receiving only"
+    value = median(rates.rates[pair] for pair in pairs)
+    lost = max(rates.lost[pair] for pair in pairs)
+    reason = f"TCP sent {format_percent(lost)} of the segments again" if lost > _MOST_LOST else ""
+    outlier = Outlier(TRANSFERS, "B/s", value, rates.usual, len(rates.rates) - len(rates.bad))
+    return build_verdict(LINK, subject, [outlier], ranks, reason)
