@@ -22,10 +22,9 @@ def run_and_capture(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
     Paths must be absolute, because the working directory of the child is /. Raise RunStoreError
     with the command's message if the command fails.
     """
-    command = children.build_command(*arguments)
     try:
         done = subprocess.run(
-            command,
+            children.build_command(*arguments),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=children.build_environment(),

@@ -52,11 +52,10 @@ def is_in_notebook() -> bool:
 def build_report_request(mailbox: Mailbox | None, *, in_cell: bool) -> ReportRequest:
     """Return the format in which the sidecar should write the report for rank 0's terminal or cell."""
     terminal = output.is_terminal()
-    color = terminal and "NO_COLOR" not in os.environ
     return ReportRequest(
         mailbox="" if mailbox is None else encode_path(str(mailbox.path)),
         columns=_count_columns() if terminal else 0,
-        color=color and not in_cell,
+        color=terminal and not in_cell and "NO_COLOR" not in os.environ,
         in_cell=in_cell,
     )
 

@@ -12,6 +12,7 @@ from torchlens_perf.errors import ConfigError, RunStoreError, guard
 from torchlens_perf.results import last_report
 
 if TYPE_CHECKING:
+    from torchlens_perf.check.mlperf import MlperfLog
     from torchlens_perf.results.alerts import Callback as OnVerdict
     from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.results.live_views import LiveViews
@@ -133,6 +134,24 @@ class LiveResultMethods(ResultMethods):
         views = self._get_live_views()
         views.loggers.requests.append(request)
         views.start_views(self._get_run_handle())
+
+    def mlperf(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        count_samples: Callable[[], int] | None = None,
+        **values: Any,
+    ) -> MlperfLog:
+        """Write the log of an MLPerf training result, by mlperf-logging. Return its MlperfLog.
+
+        values: what the rules of the benchmark ask for, by its key, such as submission_benchmark.
+        global_batch_size is required. count_samples: function that returns the samples trained so
+        far; by default, steps times global_batch_size. Only rank 0 writes. Raise ConfigError if
+        mlperf-logging is not installed.
+        """
+        from torchlens_perf.check.mlperf import MlperfLog
+
+        return MlperfLog(path, values, self._get_run_handle().session, count_samples)
 
     def _ipython_display_(self) -> None:
         """Show the run in a notebook cell, which is updated at the ends of steps, at most once a
