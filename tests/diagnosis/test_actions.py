@@ -112,11 +112,6 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         {"settings": {"loader": dataclasses.replace(LOADER, workers=0)}},
         {"rank": {"cpu": {**CPU, "cpus": 2}}},
     ),
-    "more-loader-workers": (
-        (WAITS,),
-        {"settings": {"loader": LOADER}},
-        {"rank": {"cpu": {**CPU, "cpus": 4}}},
-    ),
     "persistent-workers": (
         (WAITS,),
         {"settings": {"loader": RESTARTED}},
@@ -217,7 +212,6 @@ def changed_part(key: str, part: str, **fields: Any) -> dict[str, Any]:
 # More jobs that are nearly the same: each differs in one other part of the condition.
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("loader-workers", changed_part("loader-workers", "loader", is_iterable=True)),
-    ("more-loader-workers", changed_part("more-loader-workers", "loader", is_iterable=True)),
     ("ddp-unused-parameters", changed("ddp-unused-parameters", zeroes_gradients=True)),
     (
         "accumulate-gradients",
@@ -225,10 +219,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ),
     ("fused-optimizer", changed_part("fused-optimizer", "optimizer", can_fuse=False)),
     ("fused-optimizer", changed_part("fused-optimizer", "optimizer", kind="bitsandbytes.optim.AdamW")),
-    ("loader-workers", changed_part("loader-workers", "loader", workers=2)),
     ("loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
-    ("more-loader-workers", changed_part("more-loader-workers", "loader", workers=0)),
-    ("more-loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
     ("persistent-workers", changed_part("persistent-workers", "loader", persistent_workers=True)),
     ("persistent-workers", changed_part("persistent-workers", "loader", workers=0)),
     ("persistent-workers", changed_part("persistent-workers", "loader", restart_ns=4_000_000)),
@@ -346,7 +337,7 @@ def test_number_of_workers_is_what_the_wait_needs_and_the_cpus_allow() -> None:
     loader = dataclasses.replace(LOADER, workers=0)
     uses = {**CLEAN, "data": 150.0}
     (choice,) = choices(make_job(uses, settings={"loader": loader}))
-    assert choice.action == "load batches while the model computes: DataLoader(num_workers=3)."
+    assert choice.action == "load batches in more processes: DataLoader(num_workers=3)."
     few = make_job(uses, settings={"loader": loader}, rank={"cpu": {**CPU, "cpus": 4}})
     (choice,) = choices(few)
     # Two workers return a batch every 75 ms, while the rest of a step takes 60 ms.
@@ -366,7 +357,7 @@ def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
     found = find_actions(job, verdict("data_bound", "data"))
 
     assert [each.rule.key for each in found] == [
-        "more-loader-workers",
+        "loader-workers",
         "persistent-workers",
         "pin-memory",
     ]
@@ -382,7 +373,10 @@ def test_verdict_gets_a_precise_action_and_the_figures_behind_it() -> None:
     job.report["verdicts"] = verdicts
     choose_actions(job)
 
-    assert verdicts[0].sentence == "It is so. Next: start more workers: DataLoader(num_workers=3)."
+    assert (
+        verdicts[0].sentence
+        == "It is so. Next: load batches in more processes: DataLoader(num_workers=3)."
+    )
     assert verdicts[0].because.startswith("2 DataLoader workers cannot keep up: data loading")
     assert [each.action for each in verdicts[1:]] == ["wait.", "wait."]
     assert [each.because for each in verdicts[1:]] == ["", ""]

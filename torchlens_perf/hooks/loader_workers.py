@@ -27,37 +27,39 @@ from torchlens_perf.recorder.patch import patched
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-_SLOTS, _WORDS, _WORD_BYTES = 256, 3, 8
+_SLOTS, _WORDS, _WORD_BYTES = 256, 5, 8
 _MIN_BATCHES = 8
 # The time is published again if it has changed by this share.
 _CHANGED = 0.1
 
 
-class _WorkerTimes:
-    """Times of worker processes in shared memory. Each worker has a slot, chosen by its pid."""
+class WorkerTimes:
+    """Times of worker processes in shared memory. Each worker has a slot, chosen by its pid.
+
+    They are sums over batches: their number, their wall time, the CPU time of all threads of the
+    worker, and the wall time of the function that makes a batch of samples. Times are in ns. Wall
+    time without CPU time is waiting, mostly for reads.
+    """
 
     def __init__(self) -> None:
         self._words = memoryview(mmap.mmap(-1, _SLOTS * _WORDS * _WORD_BYTES)).cast("Q")
 
     @guard("time of a batch")
-    def add_batch(self, duration_ns: int) -> None:
-        """Add the time of a batch of this process."""
+    def add_batch(self, *times: int) -> None:
+        """Add the times of a batch of this process."""
         pid, words = os.getpid(), self._words
         place = pid % _SLOTS * _WORDS
-        if words[place] != pid:
-            words[place], words[place + 1], words[place + 2] = pid, 0, 0
-        words[place + 1] += duration_ns
-        words[place + 2] += 1
+        is_new = words[place] != pid
+        words[place] = pid
+        for word, value in enumerate((1, *times), place + 1):
+            words[word] = value if is_new else words[word] + value
 
-    def sum_up(self, pids: list[int]) -> tuple[int, int]:
-        """Return the time in ns and the number of batches of these workers."""
+    def sum_up(self, pids: list[int]) -> list[int]:
+        """Return the sums of these workers."""
         places = [
             pid % _SLOTS * _WORDS for pid in pids if self._words[pid % _SLOTS * _WORDS] == pid
         ]
-        return (
-            sum(self._words[place + 1] for place in places),
-            sum(self._words[place + 2] for place in places),
-        )
+        return [sum(self._words[place + word] for place in places) for word in range(1, _WORDS)]
 
 
 class LoaderWorkersHook:
@@ -73,7 +75,7 @@ class LoaderWorkersHook:
         self._iterator: weakref.ref[Any] | None = None
         self._before: tuple[list[int], int, int] = ([], 0, 0)
         self._published_ns = 0
-        self._times: _WorkerTimes | None = None
+        self.times: WorkerTimes | None = None
 
     def note_batch(self, iterator: Any) -> None:
         """Keep a weak reference to the iterator of the first batch since the last reading."""
@@ -84,7 +86,7 @@ class LoaderWorkersHook:
     def attach(self, session: Session) -> Iterator[None]:
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
             torch_private.require(f"torch.utils.data._utils.fetch.{name}.fetch")
-        self._times = _WorkerTimes()
+        self.times = WorkerTimes()
 
         def publish() -> None:
             period_ns = self._read_period_ns()
@@ -95,18 +97,18 @@ class LoaderWorkersHook:
 
         with session.run_throttled(self.name, publish):
             yield
-        self._times = None
+        self.times = None
 
     @guard("timing a DataLoader's workers")
     def begin_start(self, loader: Any) -> ExitStack | None:
         """Replace the functions that make batches, if the loader may start workers."""
-        if self._times is None or not loader.num_workers:
+        if self.times is None or not loader.num_workers:
             return None
         from torch.utils.data._utils import fetch
 
         timed = ExitStack()
         for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            timed.enter_context(patched(fetcher, "fetch", _timed_fetch(fetcher.fetch, self._times)))
+            timed.enter_context(patched(fetcher, "fetch", _timed_fetch(fetcher.fetch, self.times)))
         return timed
 
     @guard("timing a DataLoader's workers")
@@ -131,9 +133,9 @@ class LoaderWorkersHook:
         iterator = self._iterator() if self._iterator is not None else None
         self._iterator = None
         pids = [worker.pid for worker in getattr(iterator, "_workers", ())]
-        if not pids or self._times is None:
+        if not pids or self.times is None:
             return self._published_ns
-        total_ns, batches = self._times.sum_up(pids)
+        batches, total_ns, *_ = self.times.sum_up(pids)
         last_pids, last_ns, last_batches = self._before
         if pids != last_pids:
             self._before, last_ns, last_batches = (pids, 0, 0), 0, 0
@@ -143,16 +145,34 @@ class LoaderWorkersHook:
         return (total_ns - last_ns) // (batches - last_batches) // len(pids)
 
 
-def _timed_fetch(fetch: Callable[..., Any], times: _WorkerTimes) -> Callable[..., Any]:
+def _timed_fetch(fetch: Callable[..., Any], times: WorkerTimes) -> Callable[..., Any]:
     from torch.utils.data import get_worker_info
+
+    now_ns = time.perf_counter_ns
 
     def timed_fetch(self: Any, indexes: Any) -> Any:
         if get_worker_info() is None:
             return fetch(self, indexes)
-        began_ns = time.perf_counter_ns()
+        if not isinstance(self.collate_fn, _TimedCollate):
+            self.collate_fn = _TimedCollate(self.collate_fn)
+        began_ns, cpu_ns = now_ns(), time.process_time_ns()
         # The end of an iterable dataset is no batch.
         batch = fetch(self, indexes)
-        times.add_batch(time.perf_counter_ns() - began_ns)
+        cpu_ns = time.process_time_ns() - cpu_ns
+        times.add_batch(now_ns() - began_ns, cpu_ns, self.collate_fn.duration_ns)
         return batch
 
     return timed_fetch
+
+
+class _TimedCollate:
+    """The function of a worker that makes a batch of samples, with the duration of its last call."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate, self.duration_ns = collate, 0
+
+    def __call__(self, samples: Any) -> Any:
+        began_ns = time.perf_counter_ns()
+        batch = self._collate(samples)
+        self.duration_ns = time.perf_counter_ns() - began_ns
+        return batch

@@ -20,9 +20,7 @@ from torchlens_perf.verdicts.verdict import Verdict
 COMPUTING = "computing"
 _LAUNCHES = (computing.use_cuda_graphs, computing.enlarge_micro_batch)
 ACTIONS: dict[tuple[str, str], tuple[Rule, ...]] = {
-    ("data_bound", "data"): (
-        loading.use_workers, loading.add_workers, loading.keep_workers, loading.pin_memory,
-    ),
+    ("data_bound", "data"): (loading.add_workers, loading.keep_workers, loading.pin_memory),
     ("long_steps", "data"): (loading.keep_workers,),
     ("communication_bound", "communication"): (
         communication.resize_buckets, communication.do_not_search_unused, communication.declare_static_graph,

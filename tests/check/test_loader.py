@@ -1,0 +1,131 @@
+"""The storage of a dataset is measured, and the number of workers of its DataLoader is proven."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torchlens_perf.check import loader as check
+from torchlens_perf.check.loader import Counters, Trial
+from torchlens_perf.errors import ConfigError
+
+READ_S = 0.01
+RECORDED = Path(__file__).parent / "counters"
+
+
+class SlowReads(Dataset[Any]):
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(READ_S)
+        return torch.zeros(2)
+
+
+def slow_collate(rows: list[Any]) -> torch.Tensor:
+    time.sleep(READ_S)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            partial(check.parse_mountstats, mount_point="/mnt/nfs"),
+            Counters("NFS mountstats", 34096, 1792122744, 464.84, 0),
+        ),
+        (partial(check.parse_mountstats, mount_point="/"), None),
+        (check.parse_llite, Counters("Lustre llite", 1, 4194304)),
+        (
+            partial(check.parse_mmpmon, file_system="scratch"),
+            Counters("GPFS mmpmon", 59420404, 205607400434),
+        ),
+        (partial(check.parse_mmpmon, file_system="other"), None),
+    ],
+)
+def test_recorded_counters_of_file_systems_are_read(found: Any, expected: Counters | None) -> None:
+    name = getattr(found, "func", found).__name__.removeprefix("parse_")
+    assert found((RECORDED / f"{name}.txt").read_text()) == expected
+
+
+def test_reads_from_storage_are_told_from_the_page_cache(tmp_path: Path) -> None:
+    """Pages on a disk can be dropped. Those in memory alone cannot."""
+    for name, size in ("large", 5 << 20), ("small", 10_000):
+        (tmp_path / name).write_bytes(os.urandom(size))
+        with open(tmp_path / name, "rb") as file:
+            os.fsync(file.fileno())
+    found = {each.kind: each for each in check.measure_mount(tmp_path, 8)}
+
+    assert {each.reads for each in found.values()} == {5, 64, 1, 2}
+    assert (found["sequential"].bytes, found["small files"].bytes) == (5 << 20, 10_000)
+    assert found["sequential"].cached_share == found["small files"].cached_share == 0
+    assert "in the page cache before: 0.0%" in found["random"].describe()
+    assert "in the page cache before: unknown" in found["metadata"].describe()
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_pages_that_stay_in_the_cache_are_counted(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = Path("/dev/shm") / f"torchlens-{os.getpid()}"
+    file.write_bytes(bytes(20_000))
+    try:
+        assert check.drop_pages(file) == 1
+        small = check.measure_mount(file, 0.1)
+    finally:
+        file.unlink()
+    assert [each.reads for each in small] == [0, 0, 1, 1]
+    assert small[0].describe() == "sequential: not measured, no file is of the size for it"
+
+
+def test_file_system_without_counters_has_none(tmp_path: Path) -> None:
+    assert check.read_counters(Path("/proc")) is None
+
+
+def test_times_of_a_worker_add_up() -> None:
+    loader = DataLoader(SlowReads(), 2, collate_fn=slow_collate)
+    found = check.try_workers(loader, 2, lambda: None, 0.1)
+
+    assert READ_S <= found.read_s < 3 * READ_S
+    assert READ_S <= found.collate_s < 2 * READ_S
+    assert found.decode_s < READ_S
+    assert sum(found[2:]) == pytest.approx(2 * found.period_s, rel=0.2)
+    assert loader.num_workers == 0
+    assert "2 workers: a batch every" in found.describe()
+
+
+@pytest.mark.parametrize(
+    ("read_s", "decode_s", "step_s", "expected"),
+    [
+        (0.08, 0.0, 0.02, 4),
+        (0.08, 0.0, 0.2, 1),
+        (0.0, 0.08, 0.06, 2),
+        # The two CPUs need 40 ms for a batch: more workers than CPUs do not help.
+        (0.0, 0.08, 0.01, 2),
+    ],
+)
+def test_workers_are_enough_for_the_step_or_for_the_cpus(
+    read_s: float, decode_s: float, step_s: float, expected: int
+) -> None:
+    one = Trial(1, read_s + decode_s + 0.05, read_s, decode_s, 0.0, 0.05, 0.0)
+    assert check.predict_workers(one, step_s, cpus=2) == expected
+
+
+def test_prediction_is_tried_with_its_neighbours() -> None:
+    predicted, enough, trials = check.prove_loader(DataLoader(SlowReads(), 4), 0.02, 0.4)
+
+    assert abs(predicted - 2) <= 1
+    assert [each.workers for each in trials][1:] == list(
+        range(max(1, predicted - 1), predicted + 2)
+    )
+    assert enough in [each.workers for each in trials]
+
+
+def test_too_few_batches_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="too few batches to try 2 workers"):
+        check.try_workers(DataLoader(SlowReads(), 100), 2, lambda: None, 0.1)
