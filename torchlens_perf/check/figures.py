@@ -1,4 +1,4 @@
-"""What is measured: quantities, and the values that each rank measured. Pure."""
+"""Quantities that are measured, and the values that each rank measured. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GroupTime(Struct, frozen=True, array_like=True):
 
 
 class RankFigures(Struct, frozen=True):
-    """What one rank measured."""
+    """The measurements of one rank."""
 
     rank: int
     local_rank: int

@@ -58,7 +58,7 @@ class Outlier(Struct, frozen=True):
 
     @property
     def factor(self) -> float:
-        """How many times worse the value is."""
+        """The number of times by which the value is worse."""
         ratio = self.value / self.usual
         return ratio if self.unit == "s" else 1 / ratio
 

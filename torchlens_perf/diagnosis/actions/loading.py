@@ -6,7 +6,6 @@ import math
 
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
-from torchlens_perf.run.training_settings import LoaderSettings
 from torchlens_perf.verdicts.words.report import mean_per_step
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
