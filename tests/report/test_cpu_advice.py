@@ -173,7 +173,7 @@ def test_flagged_long_steps_keep_their_verdict_despite_cpu_contention(flag: Flag
 
     assert [row.kind for row in rows] == ["lack_of_cpu", "long_steps"]
     assert (
-        "1 step outside of these waits for a CPU 900 ms longer: 900 ms in total."
+        "1 longer step waits for a CPU 900 ms more than a typical step: 900 ms in total."
         in rows[0].sentence
     )
 
@@ -183,9 +183,12 @@ def test_flagged_long_steps_keep_their_verdict_despite_cpu_contention(flag: Flag
     [
         (
             range(40, 60),
-            " 20 steps outside of these wait for a CPU 60.0 ms longer on average: 1.20 s in total. Next: ",
+            " 20 longer steps wait for a CPU 60.0 ms more on average than a typical step: 1.20 s in total. Next: ",
         ),
-        ([55], " 1 step outside of these waits for a CPU 900 ms longer: 900 ms in total. Next: "),
+        (
+            [55],
+            " 1 longer step waits for a CPU 900 ms more than a typical step: 900 ms in total. Next: ",
+        ),
     ],
 )
 def test_steps_with_longer_cpu_contention_are_counted_without_a_verdict(

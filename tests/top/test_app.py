@@ -45,10 +45,10 @@ def test_top_follows_a_run_from_start_to_end(live: LiveSimulation) -> None:
             live.add_blocks(2)
             await drawn.sees(lambda lines: re.match(r"  SLOW RANK +rank 3 ", lines[1]))
             live.add_blocks(3)
-            await drawn.sees("earlier SLOW RANK rank 3")
+            await drawn.sees("earlier no action needed: SLOW RANK rank 3")
             live.end_run()
             await drawn.sees("simulation run 4 ranks ENDED ")
-            await drawn.sees("earlier SLOW RANK rank 3")
+            await drawn.sees("earlier no action needed: SLOW RANK rank 3")
 
     runs(scenario)
 

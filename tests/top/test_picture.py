@@ -46,7 +46,7 @@ def test_documented_screenshot_has_the_current_titles_and_keys(
                 for blocks in (2, 3, 3):
                     live.add_blocks(blocks)
                     await drawn.sees(f"{live.steps} of 2,000 steps")
-                await drawn.sees("earlier SLOW RANK rank 11")
+                await drawn.sees("earlier no action needed: SLOW RANK rank 11")
                 picture = _without_fonts(drawn.app.export_screenshot(title="torchlens-perf top"))
                 if os.environ.get("PICTURE"):
                     PICTURE.write_text(picture)

@@ -62,7 +62,7 @@ def test_top_of_a_live_run_shows_progress_activity_and_end(tmp_path: Path) -> No
             terminal.sees(": running")
             # Between two steps, the line on the activity is missing for an instant.
             activity = re.compile(
-                r"  at [\d:]{8}: in step [\d,]+ for [\d.]+ .?s, (inside|outside) "
+                r"  at [\d:]{8}: in step [\d,]+ for [\d.]+ .?s, (inside|in code outside) "
             )
             terminal.sees(lambda lines: any(activity.match(line) for line in lines))
             stop.touch()

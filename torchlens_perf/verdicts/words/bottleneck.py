@@ -434,9 +434,11 @@ def _longer_waits_text(lacking: list[LongSteps]) -> str:
     total_s = sum(each["total_s"] for each in lacking)
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
-    more = f"{format_duration(total_s / count)} longer{' on average' * (count > 1)}"
+    more = (
+        f"{format_duration(total_s / count)} more{' on average' * (count > 1)} than a typical step"
+    )
     return (
-        f"{format_count(count, 'step')} outside of these {'waits' if count == 1 else 'wait'} for a CPU"
+        f"{format_count(count, 'longer step')} {'waits' if count == 1 else 'wait'} for a CPU"
         f" {more}: {format_duration(total_s)} in total."
     )
 
