@@ -1,6 +1,7 @@
-"""A job of reinforcement learning with several roles, and one fault of a known kind.
+"""A job of reinforcement learning with several roles, and faults of known kinds.
 
     python -m benchmarks.rl_job FOLDER --fault slow_engine --seed 1
+    python -m benchmarks.rl_job FOLDER --fault slow_engine+slow_tool
 
 Two trainer ranks (DistributedDataParallel over gloo), three rollout engines, a tool server and a
 reward server are processes of their own, which talk by HTTP on this machine. In each iteration,
@@ -29,7 +30,7 @@ import socket
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,10 +54,11 @@ FAULTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The fault of a run, its seed, and its length."""
+    """The fault of a run, its seed, its length, and what is done about long iterations."""
 
     folder: Path
     fault: str = ""
+    """One of FAULTS, or two with + between them."""
     seed: int = 0
     iterations: int = 8
     records: bool = True
@@ -66,6 +68,16 @@ class Plan:
     """Size of the fault, relative to the usual one."""
     long_tail: bool = False
     """True if lengths vary much without a fault: by a log-normal distribution."""
+    engines: int = ENGINES
+    most_tokens: int = 10_000
+    """No sample has more tokens."""
+    more: int = 0
+    """Number of samples that are sent in addition. The first SAMPLES are taken."""
+    overlap: bool = False
+    """True if samples of the next iteration are generated during the optimizer steps."""
+
+    def has(self, fault: str) -> bool:
+        return fault in self.fault.split("+")
 
     @property
     def victim(self) -> int:
@@ -74,7 +86,7 @@ class Plan:
 
     def excess(self, fault: str, value: float) -> float:
         """Return how much longer something takes because of this fault."""
-        return value * self.strength if self.fault == fault else 0.0
+        return value * self.strength if self.has(fault) else 0.0
 
 
 class Policy(nn.Module):
@@ -192,6 +204,7 @@ class Engine:
         self._take_s = plan.excess("slow_weights", 0.15)
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._weights = threading.Lock()
+        self._ended_s = 0.0
         threading.Thread(target=self._generate_forever, daemon=True).start()
 
     def generate(self, body: bytes) -> bytes:
@@ -199,6 +212,11 @@ class Engine:
         self._requests.put(request)
         request.done.wait(TIMEOUT_S)
         return json.dumps(request.tokens).encode()
+
+    def end_all(self, body: bytes) -> bytes:
+        """End the samples that are in progress."""
+        self._ended_s = time.monotonic()
+        return b"{}"
 
     def take_weights(self, body: bytes) -> bytes:
         perf.event("weights_take_begin")
@@ -234,9 +252,12 @@ class Engine:
             for row, request in enumerate(active):
                 request.tokens.append(chosen[row])
                 request.state = states[:, row : row + 1]
-                if len(request.tokens) >= request.length:
+                if self._is_done(request):
                     self._finish(request)
-            active = [request for request in active if len(request.tokens) < request.length]
+            active = [request for request in active if not request.done.is_set()]
+
+    def _is_done(self, request: Request) -> bool:
+        return len(request.tokens) >= request.length or request.came_s < self._ended_s
 
     def _finish(self, request: Request) -> None:
         perf.event(
@@ -257,7 +278,11 @@ def run_engine(plan: Plan, index: int, ready: Connection) -> None:
     torch.manual_seed(plan.seed)
     perf.role("rollout", name=f"engine-{index}")
     engine = Engine(plan, index, Log(plan.folder, f"engine-{index}"))
-    answers = {"/generate": engine.generate, "/weights": engine.take_weights}
+    answers = {
+        "/generate": engine.generate,
+        "/weights": engine.take_weights,
+        "/end": engine.end_all,
+    }
     serve(f"engine-{index}", answers, ready)
 
 
@@ -288,19 +313,31 @@ class Rollouts:
     def __init__(self, plan: Plan, ports: dict[str, int]) -> None:
         self._plan, self._ports = plan, ports
         self._random = random.Random(plan.seed)
-        self._pool = ThreadPoolExecutor(SAMPLES)
+        self._samples = SAMPLES + plan.more
+        self._pool = ThreadPoolExecutor(2 * self._samples)
+        self._ahead = ThreadPoolExecutor(1)
+        self._next: Future[Any] | None = None
         self._engines = [port for name, port in ports.items() if name.startswith("engine")]
 
     def collect(self, iteration: int) -> list[tuple[list[int], float]]:
         """Return tokens and reward of each sample."""
-        lengths = [self._random.randint(LENGTH - 4, LENGTH + 4) for _ in range(SAMPLES)]
+        ready, self._next = self._next, None
+        return self._generate(iteration) if ready is None else ready.result(TIMEOUT_S)
+
+    def collect_ahead(self, iteration: int) -> None:
+        """Begin to generate the samples of the next iteration."""
+        self._next = self._ahead.submit(self._generate, iteration)
+
+    def _generate(self, iteration: int) -> list[tuple[list[int], float]]:
+        lengths = [self._random.randint(LENGTH - 4, LENGTH + 4) for _ in range(self._samples)]
         if self._plan.long_tail:
             lengths = [round(self._random.lognormvariate(0, 0.25) * LENGTH) for _ in lengths]
-        if self._plan.fault == "long_samples":
+        if self._plan.has("long_samples"):
             longer = 1 + self._plan.excess("long_samples", 4)
             lengths[self._random.randrange(SAMPLES)] = round(longer * LENGTH)
-        engines = [sample % ENGINES for sample in range(SAMPLES)]
-        if self._plan.fault == "loaded_engine":
+        lengths = [min(length, self._plan.most_tokens) for length in lengths]
+        engines = [sample % self._plan.engines for sample in range(self._samples)]
+        if self._plan.has("loaded_engine"):
             # With the usual strength, two thirds of the samples go to one engine.
             victim = self._plan.victim
             elsewhere = [sample for sample, engine in enumerate(engines) if engine != victim]
@@ -312,7 +349,11 @@ class Rollouts:
             prompt = [self._random.randrange(VOCABULARY) for _ in range(PROMPT)]
             perf.event("sample_sent", id=name, batch=iteration)
             futures.append(self._pool.submit(self._follow, name, prompt, length, engine))
-        return [future.result(TIMEOUT_S) for future in futures]
+        done = itertools.islice(as_completed(futures, TIMEOUT_S), SAMPLES)
+        taken = [future.result() for future in done]
+        for port in self._engines if self._plan.more else ():
+            post(port, "/end", b"")
+        return taken
 
     def _follow(self, name: str, prompt: list[int], length: int, engine: int) -> tuple[Any, float]:
         tokens = post_json(
@@ -365,6 +406,8 @@ def run_trainer(plan: Plan, rank: int, store: int, ports: dict[str, int]) -> Non
             longest = min(len(tokens) for tokens, _ in samples)
             tokens = torch.tensor([each[:longest] for each, _ in samples])
             rewards = torch.tensor([reward for _, reward in samples])
+            if rollouts is not None and plan.overlap and iteration + 1 < plan.iterations:
+                rollouts.collect_ahead(iteration + 1)
             perf.event("steps_begin", batch=iteration)
             times["steps_begin"], own_s = time.monotonic(), 0.0
             for _ in range(plan.steps):
@@ -389,13 +432,13 @@ def run_trainer(plan: Plan, rank: int, store: int, ports: dict[str, int]) -> Non
 def run_job(plan: Plan) -> Path:
     """Run the job. Return its run directory. Raise RuntimeError if a process fails."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    name = f"rl-{plan.fault or 'clean'}-{plan.seed}-{os.getpid()}"
+    name = f"rl-{plan.fault.replace('+', '-') or 'clean'}-{plan.seed}-{os.getpid()}"
     os.environ["TORCHLENS_PERF_RUN_ID"] = name
     os.environ["TORCHLENS_PERF"] = str(int(plan.records))
     # torch is imported once, before the processes are made.
     context = multiprocessing.get_context("fork")
     servers, ports, pipes = [], {}, []
-    work: list[tuple[Any, Any]] = [(run_engine, index) for index in range(ENGINES)]
+    work: list[tuple[Any, Any]] = [(run_engine, index) for index in range(plan.engines)]
     work += [(run_service, "tool"), (run_service, "reward")]
     for run, which in work:
         ours, theirs = context.Pipe()
@@ -429,24 +472,21 @@ def run_job(plan: Plan) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A job of reinforcement learning with a fault.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--fault", choices=FAULTS, default="")
+    parser.add_argument("--fault", default="", help=f"one or two (A+B) of {', '.join(FAULTS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps per iteration")
     parser.add_argument("--strength", type=float, default=1.0, help="size of the fault")
     parser.add_argument("--long-tail", action="store_true", help="lengths vary much")
+    parser.add_argument("--engines", type=int, default=ENGINES)
+    parser.add_argument("--most-tokens", type=int, default=10_000)
+    parser.add_argument("--more", type=int, default=0, help="samples that are sent in addition")
+    parser.add_argument("--overlap", action="store_true", help="generate during optimizer steps")
     parser.add_argument("--off", action="store_true", help="record nothing")
-    given = parser.parse_args()
-    plan = Plan(
-        given.folder,
-        given.fault,
-        given.seed,
-        given.iterations,
-        not given.off,
-        given.steps,
-        given.strength,
-        given.long_tail,
-    )
+    given = vars(parser.parse_args())
+    plan = Plan(records=not given.pop("off"), **given)
+    if unknown := {*plan.fault.split("+")} - {*FAULTS, ""}:
+        parser.error(f"unknown fault: {', '.join(unknown)}")
     print(run_job(plan))
 
 

@@ -1,10 +1,15 @@
 """Verdicts on jobs of reinforcement learning with planted faults, and times against own logs.
 
     python -m benchmarks.rl_verdicts --seeds 2 --clean 4 --folder /tmp/rl
+    python -m benchmarks.rl_verdicts --faults slow_engine+slow_tool --clean 0
+    python -m benchmarks.rl_verdicts --gains
 
-Each run is a job of benchmarks/rl_job.py. The first verdict on slow iterations should have the
-planted cause and process; a clean run should have none. The times of the report are compared with
+Each run is a job of benchmarks/rl_job.py. The first verdicts on slow iterations should have the
+planted causes and processes; a clean run should have none. The times of the report are compared with
 the logs that the processes wrote themselves. Further arguments are passed to rl_job.py.
+
+With --gains, each job is run again without its fault, or with a change that `what_if` predicts. What
+the report of the first run said should contain the difference of their mean iterations.
 """
 
 from __future__ import annotations
@@ -75,27 +80,29 @@ def judge(run: Path, fault: str, seed: int, engine: str, truth: dict[str, float]
     """
     report: Any = load_report(RunDirectory(run), lost_time=False)
     verdicts = [each for each in report["verdicts"] if each.kind == "slow_iteration"]
-    first = verdicts[0].evidence if verdicts else None
-    expected = {
-        "slow_engine": engine, "loaded_engine": engine, "slow_trainer_rank": "rank 1",
-    }.get(fault)  # fmt: skip
+    named = [(each.evidence.cause, each.evidence.found.subject) for each in verdicts]
+    if any(each.kind == "straggler" and each.rank == 1 for each in report["verdicts"]):
+        # The verdict on a slow rank replaces the one on iterations.
+        named.append(("slow_trainer_rank", "rank 1"))
+    planted = fault.split("+") if fault else []
+    first = dict(named[: max(1, len(planted))])
     measured = read_measured(report)
     errors = {
         part: round(measured.get(part, 0.0) / seconds - 1, 4)
         for part, seconds in truth.items()
         if seconds >= _NEGLIGIBLE_S
     }
-    is_right = (first.cause if first else "") == fault
-    if first is not None and expected is not None:
-        is_right &= first.found.subject == expected
-    if fault == "slow_trainer_rank" and first is None:
-        # The verdict on a slow rank replaces the one on iterations.
-        is_right = any(each.kind == "straggler" and each.rank == 1 for each in report["verdicts"])
+    subjects = {
+        "slow_engine": engine, "loaded_engine": engine, "slow_trainer_rank": "rank 1",
+    }  # fmt: skip
+    is_right = first.keys() == {*planted} and all(
+        first[each] == subjects.get(each, first[each]) for each in planted
+    )
     return {
         "fault": fault,
         "seed": seed,
         "right": is_right,
-        "causes": [[each.evidence.cause, each.evidence.found.subject] for each in verdicts],
+        "causes": named,
         "others": [each.kind for each in report["verdicts"] if each.kind != "slow_iteration"],
         "text": verdicts[0].sentence if verdicts else "",
         "shares": {each.kind: round(each.share, 3) for each in report["iterations"].causes},
@@ -106,13 +113,66 @@ def judge(run: Path, fault: str, seed: int, engine: str, truth: dict[str, float]
     }
 
 
-def run_case(folder: Path, fault: str, seed: int, further: Sequence[str]) -> dict[str, Any]:
+def run_job(folder: Path, fault: str, seed: int, further: Sequence[str]) -> Path:
+    """Run a job. Return its run directory."""
     command = [sys.executable, "-m", "benchmarks.rl_job", str(folder), "--seed", str(seed)]
     command += [*further, *(["--fault", fault] if fault else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{fault or 'clean'} {seed}: {done.stderr[-2000:]}")
-    run = Path(done.stdout.splitlines()[-1])
+    return Path(done.stdout.splitlines()[-1])
+
+
+GAINS: tuple[tuple[str, Sequence[str], Sequence[str], str], ...] = (
+    *((fault, (), (), "") for fault in FAULTS if fault != "idle_engines"),
+    ("idle_engines", (), ("--overlap",), "asynchronous"),
+    ("long_samples", (), ("--more", "2"), "over_sampling"),
+    ("", ("--engines", "2"), ("--engines", "3"), "one_engine_more"),
+    ("", ("--long-tail",), ("--most-tokens", "CAP", "--long-tail"), "cut_at_p99"),
+)
+"""A fault and arguments of a job, arguments of the second job, and the kind of the change that
+`what_if` predicts; "" for the removal of the fault."""
+
+
+def compare_gain(
+    folder: Path, case: tuple[str, Sequence[str], Sequence[str], str], seed: int
+) -> dict[str, Any]:
+    """Run a job and its changed job. Compare the difference with what was said about the first."""
+    fault, first, second, kind = case
+    report: Any = load_report(RunDirectory(run_job(folder / "first", fault, seed, first)))
+    found = report["iterations"]
+    said = next((each for each in found.what_if if each.kind == kind), None)
+    count = 1
+    if not kind:
+        said, count = next(each for each in found.causes if each.kind == fault), found.count
+    assert said is not None, (fault, kind)
+    cap = [str(said.value) if each == "CAP" else each for each in second]
+    changed: Any = load_report(
+        RunDirectory(run_job(folder / "second", fault if kind else "", seed, cap))
+    )
+    gain_s = found.mean_s - changed["iterations"].mean_s
+    low_s, high_s = said.low_s / count, said.high_s / count
+    return {
+        "fault": fault,
+        "change": kind or "fault removed",
+        "seed": seed,
+        "iterations_s": [round(found.mean_s, 3), round(changed["iterations"].mean_s, 3)],
+        "gain_s": round(gain_s, 3),
+        "said_s": [round(each, 3) for each in (low_s, said.seconds / count, high_s)],
+        "right": low_s <= gain_s <= high_s,
+    }
+
+
+def check_gains(folder: Path, seed: int) -> None:
+    found = []
+    for index, case in enumerate(GAINS):
+        found.append(compare_gain(folder / f"gain-{index}-{seed}", case, seed))
+        print(json.dumps(found[-1]), flush=True)
+    print(f"inside of the bounds: {sum(each['right'] for each in found)} of {len(found)}")
+
+
+def run_case(folder: Path, fault: str, seed: int, further: Sequence[str]) -> dict[str, Any]:
+    run = run_job(folder, fault, seed, further)
     return judge(run, fault, seed, f"engine-{seed % ENGINES}", read_truth(folder))
 
 
@@ -125,12 +185,17 @@ def main(
     parser.add_argument("--clean", type=int, default=4, help="runs without a fault")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--faults", nargs="*", default=FAULTS)
+    parser.add_argument("--gains", action="store_true", help="what is removed gains what was said")
     parser.add_argument("--folder", type=Path, help="by default, a temporary one")
     given, further = parser.parse_known_args()
     cases = [(fault, given.first + seed) for seed in range(given.seeds) for fault in given.faults]
     cases += [("", given.first + seed) for seed in range(given.clean)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
+        if given.gains:
+            for seed in range(given.seeds):
+                check_gains(folder, given.first + seed)
+            return
         found = []
         for fault, seed in cases:
             found.append(run_case(folder / f"{fault or 'clean'}-{seed}", fault, seed, further))

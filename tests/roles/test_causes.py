@@ -121,7 +121,7 @@ def test_verdict_has_numbers_a_sentence_and_an_action(kind: str) -> None:
     assert verdict.kind == "slow_iteration"
     assert verdict.evidence.cause == kind
     assert verdict.lost_s == pytest.approx((verdict.cost_s_per_step or 0) * 15)
-    assert verdict.text.endswith("shorter.")
+    assert " shorter" in verdict.text
     assert "{" not in verdict.action
     assert SUBJECTS.get(kind, "") in verdict.text
 
@@ -131,3 +131,41 @@ def test_generations_without_duration_are_no_slow_engine() -> None:
     found = find_causes(job_iterations(token_s=lambda engine: 0.0, queue_s=lambda *_: 0.0))
 
     assert causes.SLOW_ENGINE not in large(found)
+
+
+BOTH: list[tuple[set[str], dict[str, Any], float]] = [
+    (
+        {causes.SLOW_TOOL, causes.SLOW_WEIGHTS},
+        {"tool_s": lambda iteration, sample: 0.4, "weights_s": 0.5},
+        0.41 + 0.5,
+    ),
+    (
+        # The slow tool of one sample hides the slow reward of another one.
+        {causes.SLOW_TOOL, causes.SLOW_REWARD},
+        {
+            "tool_s": lambda iteration, sample: 0.9 if sample == 1 else 0.02,
+            "reward_s": lambda iteration, sample: 0.6 if sample == 2 else 0.02,
+        },
+        0.9 + 0.02 + 0.02,
+    ),
+]
+
+
+@pytest.mark.parametrize(("kinds", "times", "together_s"), BOTH)
+def test_two_causes_are_named_with_what_both_cost(
+    kinds: set[str], times: dict[str, Any], together_s: float
+) -> None:
+    iterations = job_iterations(**times)
+    first, second = (each for each in find_causes(iterations) if each.is_large)
+
+    assert {first.kind, second.kind} == kinds
+    assert (first.others, second.others) == ((second.kind,), (first.kind,))
+    assert first.together_s == second.together_s == pytest.approx(5 * together_s)
+    text = build_verdict(second, 5, sum(each.seconds for each in iterations) / 5, 15).text
+    assert f"Both (with {first.kind.replace('_', ' ')}): at most" in text
+
+
+def test_bounds_contain_the_cost() -> None:
+    for kind, times in PLANTED.items():
+        found = next(each for each in find_causes(job_iterations(**times)) if each.kind == kind)
+        assert 0 <= found.low_s <= found.seconds <= found.high_s

@@ -69,10 +69,19 @@ def test_saving_is_that_of_all_samples() -> None:
         queue_s=lambda iteration, sample: 0.0,
     )[1]
 
-    assert found.predict_saving(
-        lambda sample, each: 0.0 if sample.id == "1-4" else each.seconds
-    ) == pytest.approx(0.4)
-    assert found.predict_saving(lambda sample, each: each.seconds) == 0.0
+    shorter = found.changed(lambda sample, each: 0.0 if sample.id == "1-4" else each.seconds)
+    assert found.seconds - shorter.seconds == pytest.approx(0.4)
+    assert found.changed(lambda sample, each: each.seconds).seconds == found.seconds
+
+
+def test_path_has_all_of_an_iteration_without_gaps() -> None:
+    found = job_iterations()[1]
+    parts = list(found.path())
+
+    assert sum(each.end_s - each.begin_s for each in parts) == pytest.approx(found.seconds)
+    assert parts[0].begin_s == found.begin_s
+    assert parts[-1].end_s == pytest.approx(found.end_s)
+    assert [each.process for each in parts if each.part == "tool"] == ["tool"]
 
 
 def test_events_without_a_batch_make_no_iteration() -> None:
@@ -121,11 +130,11 @@ def test_wait_for_other_samples_of_a_call_is_left_out() -> None:
     done = {each.id: each.done_s for each in found.samples}
     assert done == {"0a": 2.0, "0b": 5.0, "1a": 2.0, "1b": 3.0}
     assert {each.seconds("reward", waiting=True) for each in found.samples} == {0.5}
-    halved = found.predict_saving(
+    halved = found.changed(
         lambda sample, segment: (
             segment.seconds / 2 if segment.stage == "generation" else segment.seconds
         )
     )
-    assert halved == 2.0
+    assert found.seconds - halved.seconds == 2.0
     # Weights without a batch belong to the last one.
     assert found.weights_s == 0.5

@@ -7,14 +7,16 @@ which is the most that could be gained.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from torchlens_perf.roles.iterations import Iteration, Sample, Segment
+from torchlens_perf.roles.iterations import Change, Iteration, Sample, Segment, widen_bounds
 
 LONG_SAMPLES, SLOW_ENGINE, LOADED_ENGINE = "long_samples", "slow_engine", "loaded_engine"
 SLOW_TOOL, SLOW_REWARD, SLOW_WEIGHTS = "slow_tool", "slow_reward", "slow_weights"
@@ -45,9 +47,16 @@ class Cause(Struct, frozen=True, kw_only=True):
     """One cause of long iterations."""
 
     kind: str
-    seconds: float
+    seconds: float = 0.0
     """What it cost in all iterations together."""
-    share: float
+    low_s: float = 0.0
+    high_s: float = 0.0
+    """Bounds of what iterations without it save."""
+    together_s: float | None = None
+    """What all large causes cost together; None for a small one and for a single one."""
+    others: tuple[str, ...] = ()
+    """Kinds of the other large causes."""
+    share: float = 0.0
     """Share of the time of the iterations."""
     is_bound: bool = False
     """True if the cost is the most that could be gained."""
@@ -76,6 +85,15 @@ class RankStep(NamedTuple):
     """Its time without waits for other ranks."""
 
 
+class _Found(NamedTuple):
+    cause: Cause
+    """Its costs are not set. is_large is True if it is large for its share."""
+    remove: Callable[[Iteration], Iteration]
+    """Returns an iteration without the cause."""
+    least: Callable[[Iteration], Iteration] | None = None
+    """Returns an iteration in which as little of the cause is removed as is likely."""
+
+
 def find_causes(
     iterations: Sequence[Iteration],
     steps: Sequence[RankStep] = (),
@@ -88,69 +106,136 @@ def find_causes(
     """
     if len(iterations) < MIN_ITERATIONS:
         return []
-    total_s = sum(each.seconds for each in iterations)
-    found = [
-        _find_long_samples(iterations),
-        *_find_engines(iterations),
-        _find_stage(iterations, SLOW_TOOL, "tool"),
-        _find_stage(iterations, SLOW_REWARD, "reward"),
-        _find_weights(iterations),
+    found = [_set_costs(each, iterations) for each in _find(iterations, steps, steps_per_iteration)]
+    found.sort(key=lambda each: -each.cause.seconds)
+    large = [each for each in found if _is_large(each, iterations)]
+    if large and large[0].cause.kind != IDLE_ENGINES:
+        # A sample that is late for one reason may hide that others are late for another one.
+        rest = [large[0].remove(each) for each in iterations]
+        large += [each for each in found if each not in large and _is_large(each, rest)]
+    # Engines can only be idle in what is left of the optimizer steps.
+    large.sort(key=lambda each: each.cause.kind == IDLE_ENGINES)
+    kinds = [each.cause.kind for each in large]
+    if len(large) > 1:
+        together_s = save(iterations, *(each.remove for each in large))
+        large = [
+            each._replace(
+                cause=replace(
+                    each.cause,
+                    together_s=together_s,
+                    others=tuple(kind for kind in kinds if kind != each.cause.kind),
+                )
+            )
+            for each in large
+        ]
+    small = [
+        replace(each.cause, is_large=False)
+        for each in found
+        if each.cause.kind not in kinds and each.cause.seconds > 0
     ]
-    rank = _find_slow_rank(steps, steps_per_iteration)
-    found += [rank, _find_idle_engines(iterations, 0.0 if rank is None else rank.seconds)]
-    causes = [_set_share(each, total_s) for each in found if each is not None and each.seconds > 0]
-    return sorted(causes, key=lambda each: (not each.is_large, -each.seconds))
+    return [*sorted((each.cause for each in large), key=lambda each: -each.seconds), *small]
 
 
-def _set_share(cause: Cause, total_s: float) -> Cause:
-    from msgspec.structs import replace
-
-    share = cause.seconds / total_s if total_s else 0.0
-    least = _MIN_STAGE_SHARE if cause.kind in (SLOW_TOOL, SLOW_REWARD, SLOW_WEIGHTS) else _MIN_SHARE
-    return replace(cause, share=share, is_large=cause.is_large and share >= least)
-
-
-def _sum_savings(
-    iterations: Sequence[Iteration],
-    changes: Callable[[Iteration], Callable[[Sample, Segment], float]],
-) -> float:
-    return sum(each.predict_saving(changes(each)) for each in iterations)
+def save(iterations: Sequence[Iteration], *removes: Callable[[Iteration], Iteration]) -> float:
+    """Return the time that these changes save, one after the other."""
+    saved_s = 0.0
+    for iteration in iterations:
+        rest = iteration
+        for remove in removes:
+            rest = remove(rest)
+        saved_s += iteration.seconds - rest.seconds
+    return saved_s
 
 
-def _find_long_samples(iterations: Sequence[Iteration]) -> Cause | None:
-    """Return what is gained if no sample has more tokens than the median of its batch."""
-    long: list[LongSample] = []
-    seconds = 0.0
-    for each in iterations:
-        known = [sample.tokens for sample in each.samples if sample.tokens]
-        last = each.last_sample
-        if not known or last is None:
-            continue
-        median = statistics.median(known)
-        seconds += each.predict_saving(_cap_tokens(median))
-        if last.tokens and last.tokens >= _LONG * median:
-            long.append(LongSample(last.id, each.batch, last.engine, last.tokens, median))
-    long.sort(key=lambda each: -each.tokens / each.median_tokens)
-    return Cause(
-        kind=LONG_SAMPLES,
-        seconds=seconds,
-        share=0.0,
-        is_large=2 * len(long) >= len(iterations),
-        iterations=len(long),
-        samples=tuple(long[:_MOST_SAMPLES]),
+def overlap_steps(iteration: Iteration) -> Iteration:
+    """Return an iteration whose samples are generated during the optimizer steps of another one."""
+    saved_s = min(iteration.rollout_s, iteration.steps_s)
+    return dataclasses.replace(
+        iteration,
+        complete_s=iteration.complete_s - saved_s,
+        end_s=iteration.end_s - saved_s,
     )
 
 
-def _cap_tokens(median: float) -> Callable[[Sample, Segment], float]:
+def _find(
+    iterations: Sequence[Iteration], steps: Sequence[RankStep], steps_per_iteration: float
+) -> Iterator[_Found]:
+    yield _find_long_samples(iterations)
+    yield from _find_engines(iterations)
+    yield from _find_stage(iterations, SLOW_TOOL, "tool")
+    yield from _find_stage(iterations, SLOW_REWARD, "reward")
+    yield _find_weights(iterations)
+    yield from (ranks := list(_find_slow_rank(iterations, steps, steps_per_iteration)))
+    yield from _find_idle_engines(iterations, ranks)
+
+
+def _set_costs(found: _Found, iterations: Sequence[Iteration]) -> _Found:
+    total_s, seconds = sum(each.seconds for each in iterations), save(iterations, found.remove)
+    least_s = seconds if found.least is None else save(iterations, found.least)
+    low_s, high_s = widen_bounds(iterations, 0.0 if found.cause.is_bound else least_s, seconds)
+    return found._replace(
+        cause=replace(
+            found.cause,
+            seconds=seconds,
+            low_s=low_s,
+            high_s=seconds if found.cause.is_bound else high_s,
+            share=seconds / total_s if total_s else 0.0,
+        )
+    )
+
+
+def _is_large(found: _Found, iterations: Sequence[Iteration]) -> bool:
+    is_stage = found.cause.kind in (SLOW_TOOL, SLOW_REWARD, SLOW_WEIGHTS)
+    least_s = sum(each.seconds for each in iterations) * (
+        _MIN_STAGE_SHARE if is_stage else _MIN_SHARE
+    )
+    return found.cause.is_large and 0 < least_s <= save(iterations, found.remove)
+
+
+def _change_samples(
+    change: Callable[[Iteration], Change],
+) -> Callable[[Iteration], Iteration]:
+    return lambda iteration: iteration.changed(change(iteration))
+
+
+def _find_long_samples(iterations: Sequence[Iteration]) -> _Found:
+    """Return what is gained if no sample has more tokens than the median of its batch."""
+    long: list[LongSample] = []
+    for each in iterations:
+        last, median = each.last_sample, _nth_tokens(each, 0.5)
+        if last is not None and last.tokens and last.tokens >= _LONG * median:
+            long.append(LongSample(last.id, each.batch, last.engine, last.tokens, median))
+    long.sort(key=lambda each: -each.tokens / each.median_tokens)
+    return _Found(
+        Cause(
+            kind=LONG_SAMPLES,
+            is_large=2 * len(long) >= len(iterations),
+            iterations=len(long),
+            samples=tuple(long[:_MOST_SAMPLES]),
+        ),
+        _change_samples(lambda each: cap_tokens(_nth_tokens(each, 0.5))),
+        # Usual samples have up to as many tokens as the most of the others.
+        _change_samples(lambda each: cap_tokens(_nth_tokens(each, 0.9))),
+    )
+
+
+def cap_tokens(most: float) -> Change:
+    """Return a change after which no sample has more tokens."""
+
     def change(sample: Sample, segment: Segment) -> float:
         is_cut = segment.stage == "generation" and not segment.waiting and sample.tokens
-        return segment.seconds * min(1.0, median / sample.tokens) if is_cut else segment.seconds  # type: ignore[operator]
+        return segment.seconds * min(1.0, most / sample.tokens) if is_cut else segment.seconds  # type: ignore[operator]
 
     return change
 
 
-def _find_engines(iterations: Sequence[Iteration]) -> Iterator[Cause]:
-    """Yield the cost of the engine that is slower, and of the one that has more work, than others."""
+def _nth_tokens(iteration: Iteration, share: float) -> float:
+    known = sorted(each.tokens for each in iteration.samples if each.tokens) or [0]
+    return statistics.median(known) if share == 0.5 else known[int(share * (len(known) - 1))]
+
+
+def _find_engines(iterations: Sequence[Iteration]) -> Iterator[_Found]:
+    """Yield the engine that is slower, and the one that has more work, than others."""
     seconds: dict[str, float] = defaultdict(float)
     tokens: dict[str, float] = defaultdict(float)
     for each in iterations:
@@ -161,25 +246,27 @@ def _find_engines(iterations: Sequence[Iteration]) -> Iterator[Cause]:
     if len(tokens) < 2:
         return
     pace = {engine: seconds[engine] / tokens[engine] for engine in tokens}
-    slow, ratio, usual = _most_above_others(pace)
-    yield Cause(
-        kind=SLOW_ENGINE,
-        seconds=_sum_savings(iterations, lambda each: _speed_up(slow, ratio)),
-        share=0.0,
-        is_large=ratio >= _SLOW,
-        subject=slow,
-        value=pace[slow],
-        usual=usual,
+    slow, slower, usual = _most_above_others(pace)
+    yield _Found(
+        Cause(
+            kind=SLOW_ENGINE,
+            is_large=slower >= _SLOW,
+            subject=slow,
+            value=pace[slow],
+            usual=usual,
+        ),
+        _change_samples(lambda each: _speed_up(slow, slower)),
     )
     loaded, ratio, usual = _most_above_others(tokens)
-    yield Cause(
-        kind=LOADED_ENGINE,
-        seconds=_sum_savings(iterations, lambda each: _queue_like_others(loaded, each)),
-        share=0.0,
-        is_large=ratio >= _LOADED,
-        subject=loaded,
-        value=tokens[loaded] / len(iterations),
-        usual=usual / len(iterations),
+    yield _Found(
+        Cause(
+            kind=LOADED_ENGINE,
+            is_large=ratio >= _LOADED,
+            subject=loaded,
+            value=tokens[loaded] / len(iterations),
+            usual=usual / len(iterations),
+        ),
+        _change_samples(lambda each: _queue_like_others(loaded, each)),
     )
 
 
@@ -190,7 +277,7 @@ def _most_above_others(values: Mapping[str, float]) -> tuple[str, float, float]:
     return key, max(1.0, values[key] / usual) if usual else 1.0, usual
 
 
-def _speed_up(engine: str, ratio: float) -> Callable[[Sample, Segment], float]:
+def _speed_up(engine: str, ratio: float) -> Change:
     # The wait for a slow engine is as much longer as its work.
     return lambda sample, segment: (
         segment.seconds / ratio
@@ -199,7 +286,7 @@ def _speed_up(engine: str, ratio: float) -> Callable[[Sample, Segment], float]:
     )
 
 
-def _queue_like_others(engine: str, iteration: Iteration) -> Callable[[Sample, Segment], float]:
+def _queue_like_others(engine: str, iteration: Iteration) -> Change:
     others = [
         each.seconds("generation", waiting=True)
         for each in iteration.samples
@@ -213,7 +300,7 @@ def _queue_like_others(engine: str, iteration: Iteration) -> Callable[[Sample, S
     )
 
 
-def _find_stage(iterations: Sequence[Iteration], kind: str, stage: str) -> Cause | None:
+def _find_stage(iterations: Sequence[Iteration], kind: str, stage: str) -> Iterator[_Found]:
     calls = [
         segment
         for each in iterations
@@ -222,91 +309,112 @@ def _find_stage(iterations: Sequence[Iteration], kind: str, stage: str) -> Cause
         if segment.stage == stage and not segment.waiting
     ]
     if not calls:
-        return None
+        return
     longest = max(calls, key=lambda each: each.seconds)
 
-    def without(each: Iteration) -> Callable[[Sample, Segment], float]:
+    def without(each: Iteration) -> Change:
         return lambda sample, segment: 0.0 if segment.stage == stage else segment.seconds
 
-    return Cause(
-        kind=kind,
-        seconds=_sum_savings(iterations, without),
-        share=0.0,
-        is_bound=True,
-        is_large=True,
-        subject=longest.process,
-        value=longest.seconds,
-        usual=statistics.median(each.seconds for each in calls),
+    yield _Found(
+        Cause(
+            kind=kind,
+            is_bound=True,
+            is_large=True,
+            subject=longest.process,
+            value=longest.seconds,
+            usual=statistics.median(each.seconds for each in calls),
+        ),
+        _change_samples(without),
     )
 
 
-def _find_weights(iterations: Sequence[Iteration]) -> Cause | None:
+def _find_weights(iterations: Sequence[Iteration]) -> _Found:
     takes: dict[str, list[float]] = defaultdict(list)
     for each in iterations:
         for take in each.takes:
             takes[take.process].append(take.end_s - take.begin_s)
     mean = {process: statistics.mean(times) for process, times in takes.items()}
     slowest = max(mean, key=lambda each: mean[each], default="")
-    return Cause(
-        kind=SLOW_WEIGHTS,
-        seconds=sum(each.weights_s for each in iterations),
-        share=0.0,
-        is_bound=True,
-        is_large=True,
-        subject=slowest,
-        value=mean.get(slowest),
-        usual=statistics.median(mean.values()) if mean else None,
+    return _Found(
+        Cause(
+            kind=SLOW_WEIGHTS,
+            is_bound=True,
+            is_large=True,
+            subject=slowest,
+            value=mean.get(slowest),
+            usual=statistics.median(mean.values()) if mean else None,
+        ),
+        lambda each: dataclasses.replace(each, publishes=(), end_s=each.end_s - each.weights_s),
     )
 
 
-def _find_slow_rank(steps: Sequence[RankStep], steps_per_iteration: float) -> Cause | None:
-    """Return what other ranks wait for the rank with the longest steps; None for one rank."""
+def _find_slow_rank(
+    iterations: Sequence[Iteration], steps: Sequence[RankStep], steps_per_iteration: float
+) -> Iterator[_Found]:
+    """Yield the rank with the longest steps, for which other ranks wait; nothing for one rank."""
     by_step: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for each in steps:
         by_step[each.batch, each.step][each.process] = each.own_s
     ranks = {each.process for each in steps}
     whole = [each for each in by_step.values() if each.keys() == ranks]
     if len(ranks) < 2 or not whole:
-        return None
+        return
     own_s = {rank: statistics.median(each[rank] for each in whole) for rank in ranks}
     slow, ratio, usual = _most_above_others(own_s)
     excess = (
         each[slow] - max(value for rank, value in each.items() if rank != slow) for each in whole
     )
-    return Cause(
-        kind=SLOW_RANK,
-        # The first step of an iteration is as long as the others.
-        seconds=sum(max(0.0, each) for each in excess)
+    # The first step of an iteration is as long as the others.
+    seconds = (
+        sum(max(0.0, each) for each in excess)
         * steps_per_iteration
-        / max(1.0, steps_per_iteration - 1),
-        share=0.0,
-        is_large=ratio >= _SLOW,
-        subject=slow,
-        value=own_s[slow],
-        usual=usual,
+        / max(1.0, steps_per_iteration - 1)
+    )
+    share = min(1.0, seconds / (sum(each.steps_s for each in iterations) or 1.0))
+    yield _Found(
+        Cause(
+            kind=SLOW_RANK, is_large=ratio >= _SLOW, subject=slow, value=own_s[slow], usual=usual
+        ),
+        lambda iteration: shorten_steps(iteration, share),
     )
 
 
-def _find_idle_engines(iterations: Sequence[Iteration], slow_rank_s: float) -> Cause | None:
-    """Return what overlapping the samples of an iteration with the steps of another would save.
+def shorten_steps(iteration: Iteration, share: float) -> Iteration:
+    """Return an iteration whose optimizer steps take less time by this share."""
+    steps = [
+        each._replace(end_s=each.end_s - share * (each.end_s - each.begin_s))
+        for each in iteration.steps
+    ]
+    return dataclasses.replace(
+        iteration, steps=tuple(steps), end_s=iteration.end_s - share * iteration.steps_s
+    )
 
-    slow_rank_s: the part of the steps that has another cause.
+
+def _find_idle_engines(
+    iterations: Sequence[Iteration], slow_ranks: Sequence[_Found]
+) -> Iterator[_Found]:
+    """Yield what overlapping the samples of an iteration with the steps of another would save.
+
+    slow_ranks: these have a part of the steps.
     """
     engines = engine_names(iterations)
     # A trainer that generates itself is not idle.
     if not engines or iterations[0].trainer in engines:
-        return None
-    steps_s = sum(each.steps_s for each in iterations) - slow_rank_s
+        return
+    # What has another cause is not the engines' idle time.
+    steps_s = sum(each.steps_s for each in iterations) - save(
+        iterations, *(each.remove for each in slow_ranks)
+    )
     total_s = sum(each.seconds for each in iterations)
-    rollout_s = sum(each.rollout_s for each in iterations)
-    return Cause(
-        kind=IDLE_ENGINES,
-        seconds=max(0.0, min(steps_s, rollout_s)),
-        share=0.0,
-        is_bound=True,
-        is_large=steps_s >= _MIN_STEPS_SHARE * total_s,
-        value=steps_s / len(iterations),
-        usual=rollout_s / len(iterations),
+    yield _Found(
+        Cause(
+            kind=IDLE_ENGINES,
+            is_bound=True,
+            is_large=steps_s >= _MIN_STEPS_SHARE * total_s,
+            value=steps_s / len(iterations),
+            usual=sum(each.rollout_s for each in iterations) / len(iterations),
+        ),
+        overlap_steps,
     )
 
 

@@ -56,11 +56,24 @@ class SlowIterationEvidence(Evidence, frozen=True, tag="slow_iteration"):
         return [*_describe(self.found, self.iterations), self._describe_gain()]
 
     def _describe_gain(self) -> str:
-        gain = format_duration(self.found.seconds / self.iterations)
-        at_most = "at most " if self.found.is_bound else ""
-        share = format_percent(self.found.share)
-        of = format_duration(self.iteration_s)
-        return f"Without it, an iteration of {of} would be {at_most}{gain} ({share}) shorter."
+        found, of = self.found, format_duration(self.iteration_s)
+        at_most = "at most " if found.is_bound else ""
+        text = f"Without it, an iteration of {of} would be {at_most}{self._format(found.seconds)} shorter"
+        if not found.is_bound:
+            low, high = (
+                format_duration(each / self.iterations) for each in (found.low_s, found.high_s)
+            )
+            text += f" (between {low} and {high})"
+        if found.together_s is None:
+            return f"{text}."
+        every = "Both" if len(found.others) == 1 else f"All {len(found.others) + 1}"
+        others = ", ".join(each.replace("_", " ") for each in found.others)
+        return f"{text}. {every} (with {others}): at most {self._format(found.together_s)}."
+
+    def _format(self, seconds: float) -> str:
+        """Return seconds of all iterations as those of one, with their share."""
+        share = format_percent(seconds / self.iterations / self.iteration_s)
+        return f"{format_duration(seconds / self.iterations)} ({share})"
 
 
 def build_verdict(cause: Cause, iterations: int, iteration_s: float, steps: int) -> Verdict:

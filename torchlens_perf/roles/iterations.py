@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 STAGES = ("generation", "tool", "logprobs", "reward")
 SENDING, COLLECTING = "sending", "collecting"
+STEPS, WEIGHTS, OTHER = "steps", "weights", "other"
+# Times that a change does not name stay the same, which is not quite true. The noise is that of the
+# recorded iterations and of those after the change, each with two standard errors.
+_MODEL_ERROR, _STANDARD_ERRORS = 0.1, 2 * 2**0.5
 
 
 class Event(NamedTuple):
@@ -37,6 +42,16 @@ class Interval(NamedTuple):
     begin_s: float
     end_s: float
     tokens: int | None
+
+
+class PathPart(NamedTuple):
+    """A part of the critical path of an iteration."""
+
+    part: str
+    """A key of facts.PARTS."""
+    process: str
+    begin_s: float
+    end_s: float
 
 
 class Segment(NamedTuple):
@@ -76,6 +91,10 @@ class Sample:
         )
 
 
+Change = Callable[[Sample, Segment], float]
+"""Returns the seconds that a segment of a sample would take."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Iteration:
     """One iteration of the lead trainer. rollout_s, steps_s, weights_s and other_s add up to its
@@ -92,7 +111,8 @@ class Iteration:
     samples: tuple[Sample, ...]
     steps: tuple[Interval, ...]
     """Optimizer steps of the lead trainer."""
-    weights_s: float
+    publishes: tuple[Interval, ...]
+    """Intervals in which the lead trainer sent the weights."""
     takes: tuple[Interval, ...]
     """Intervals in which engines took the weights that this iteration published."""
 
@@ -108,6 +128,10 @@ class Iteration:
     @property
     def steps_s(self) -> float:
         return sum(each.end_s - each.begin_s for each in self.steps)
+
+    @property
+    def weights_s(self) -> float:
+        return sum(each.end_s - each.begin_s for each in self.publishes)
 
     @property
     def other_s(self) -> float:
@@ -134,19 +158,60 @@ class Iteration:
             at_s = max(at_s, end_s)
         yield Segment(COLLECTING, "", False, max(0.0, self.complete_s - at_s))
 
-    def predict_saving(self, change: Callable[[Sample, Segment], float]) -> float:
-        """Return by how much the samples would be complete earlier if segments took other times.
+    def path(self) -> Iterator[PathPart]:
+        """Yield the whole critical path: for the trainer's wait, the segments of the last sample."""
+        at_s = self.begin_s
+        if self.asked_s > at_s:
+            yield PathPart(OTHER, self.trainer, at_s, self.asked_s)
+        at_s = self.asked_s
+        for each in self.critical_path():
+            part = f"{each.stage} wait" if each.waiting else each.stage
+            yield PathPart(part, each.process or self.trainer, at_s, at_s + each.seconds)
+            at_s += each.seconds
+        own = [(STEPS, each) for each in self.steps] + [(WEIGHTS, each) for each in self.publishes]
+        for part, own_part in sorted(own, key=lambda each: each[1].begin_s):
+            if own_part.begin_s > at_s:
+                yield PathPart(OTHER, self.trainer, at_s, own_part.begin_s)
+            yield PathPart(part, self.trainer, own_part.begin_s, own_part.end_s)
+            at_s = own_part.end_s
 
-        change: returns the new seconds of a segment. The waits of other samples stay the same.
+    def changed(self, change: Change) -> Iteration:
+        """Return this iteration with segments of other durations. It is not longer than before.
+
+        The waits of other samples stay the same.
         """
         last = self.last_sample
         if last is None:
-            return 0.0
-        done_s = max(
-            each.sent_s + sum(change(each, segment) for segment in each.segments)
-            for each in self.samples
+            return self
+        samples = tuple(
+            dataclasses.replace(
+                sample,
+                segments=tuple(
+                    each._replace(seconds=change(sample, each)) for each in sample.segments
+                ),
+            )
+            for sample in self.samples
         )
-        return min(self.rollout_s, max(0.0, last.done_s - done_s))
+        done_s = max(each.done_s for each in samples)
+        saved_s = min(self.rollout_s, max(0.0, last.done_s - done_s))
+        return dataclasses.replace(
+            self,
+            end_s=self.end_s - saved_s,
+            complete_s=self.complete_s - saved_s,
+            samples=samples,
+        )
+
+
+def widen_bounds(
+    iterations: Sequence[Iteration], low_s: float, high_s: float
+) -> tuple[float, float]:
+    """Return bounds of what all iterations together save, with the noise between iterations."""
+    times = [each.seconds for each in iterations]
+    noise_s = _STANDARD_ERRORS * statistics.stdev(times) * len(times) ** 0.5
+    return (
+        max(0.0, low_s * (1 - _MODEL_ERROR) - noise_s),
+        min(sum(times), high_s * (1 + _MODEL_ERROR) + noise_s),
+    )
 
 
 def build_iterations(events: Iterable[Event]) -> list[Iteration]:
@@ -156,7 +221,7 @@ def build_iterations(events: Iterable[Event]) -> list[Iteration]:
     if not complete:
         return []
     lead = Counter(each.process for each in complete).most_common(1)[0][0]
-    intervals = sorted(_pair_events(ordered), key=lambda each: each.begin_s)
+    intervals = sorted(pair_events(ordered), key=lambda each: each.begin_s)
     samples = _build_samples(ordered, intervals)
     of_lead: dict[tuple[str, str], list[Interval]] = defaultdict(list)
     for each in intervals:
@@ -186,7 +251,7 @@ def build_iterations(events: Iterable[Event]) -> list[Iteration]:
                 end.time_s,
                 tuple(mine),
                 tuple(steps),
-                sum(each.end_s - each.begin_s for each in sent),
+                tuple(sent),
                 tuple(
                     take
                     for take in takes
@@ -198,7 +263,7 @@ def build_iterations(events: Iterable[Event]) -> list[Iteration]:
     return found
 
 
-def _pair_events(ordered: Sequence[Event]) -> Iterator[Interval]:
+def pair_events(ordered: Sequence[Event]) -> Iterator[Interval]:
     """Yield an interval for each end event whose begin event is known."""
     open_events: dict[tuple[str, str, str], Event] = {}
     for each in ordered:

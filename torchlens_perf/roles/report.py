@@ -7,9 +7,11 @@ from typing import cast
 
 from torchlens_perf.roles.causes import Cause, engine_names, find_causes
 from torchlens_perf.roles.evidence import build_verdict
-from torchlens_perf.roles.facts import OTHER, PARTS, STEPS, WEIGHTS, Engine, Iterations, RoleReport
-from torchlens_perf.roles.iterations import Iteration, build_iterations
+from torchlens_perf.roles.facts import PARTS, Engine, Iterations, RoleReport
+from torchlens_perf.roles.iterations import Iteration, build_iterations, pair_events
+from torchlens_perf.roles.lanes import build_lanes
 from torchlens_perf.roles.table import read_events, read_trainer_steps
+from torchlens_perf.roles.what_if import predict_changes
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.report import Report
@@ -45,6 +47,8 @@ def add_iterations(run: RunDirectory, report: Report) -> None:
         found,
         {role: roles.count(role) for role in dict.fromkeys(roles)},
         recorded.lost,
+        predict_changes(iterations),
+        build_lanes(iterations, list(pair_events(recorded.events)), recorded.roles),
         len({each.process for each in steps}) > 1,
     )
     pid = recorded.pids[iterations[0].trainer]
@@ -96,11 +100,8 @@ def sum_parts(iterations: Sequence[Iteration]) -> dict[str, float]:
     """Return the seconds of each part that occurs, in the order of PARTS."""
     sums = dict.fromkeys(PARTS, 0.0)
     for each in iterations:
-        for segment in each.critical_path():
-            sums[f"{segment.stage} wait" if segment.waiting else segment.stage] += segment.seconds
-        sums[STEPS] += each.steps_s
-        sums[WEIGHTS] += each.weights_s
-        sums[OTHER] += each.other_s
+        for part in each.path():
+            sums[part.part] += part.end_s - part.begin_s
     return {part: seconds for part, seconds in sums.items() if seconds > 0}
 
 

@@ -39,8 +39,8 @@ def build_goodput_table(report: Report) -> Table | None:
         ),
     ]
     cost = "" if goodput.cost is None else f", cost {format_rounded(goodput.cost)}"
-    share = classes["productive"].share or 0.0
-    title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput.wall_s)}{cost})"
+    share = format_percent(classes["productive"].share or 0.0)
+    title = f"Goodput ({share} of {format_run_duration(goodput.wall_s)}{cost})"
     return Table("goodput", title, columns, note=_describe_job(goodput), noun="part")
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torchlens_perf.analysis.statistics.quantities import format_duration
-from torchlens_perf.roles.facts import PARTS, RoleReport
+from torchlens_perf.roles.facts import PARTS, find_iterations
 from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.view.lost_time_tables import build_gain_table
 from torchlens_perf.view.specs import Column, Quantity, Table
 
 
 def build_iteration_table(report: Report) -> Table | None:
     """Return what the trainer did and waited for in a mean iteration."""
-    found = cast(RoleReport, report).get("iterations")
     return (
         None
-        if found is None
+        if (found := find_iterations(report)) is None
         else Table(
             "iterations",
             f"Iterations of all roles ({found.count} of {format_duration(found.mean_s)} in the mean)",
@@ -28,4 +26,13 @@ def build_iteration_table(report: Report) -> Table | None:
             ],
             noun="part",
         )
+    )
+
+
+def build_iteration_change_table(report: Report) -> Table | None:
+    """Return the predicted gains of changes of the job."""
+    return (
+        None
+        if (found := find_iterations(report)) is None
+        else build_gain_table(found.what_if, found.mean_s, "iteration_changes", "iteration")
     )

@@ -40,22 +40,27 @@ def build_critical_path_table(report: Report) -> Table | None:
 
 def build_change_table(report: Report) -> Table | None:
     """Return the predicted gains of the most valuable single changes."""
-    lost = report["lost_time"]
-    return None if lost is None else build_gain_table(lost.changes, lost.step_s)
+    return (
+        None
+        if (lost := report["lost_time"]) is None
+        else build_gain_table(lost.changes, lost.step_s)
+    )
 
 
-def build_gain_table(changes: Sequence[PredictedChange], step_s: float) -> Table:
-    """Return a table of predicted gains, in the unit of the step."""
+def build_gain_table(
+    changes: Sequence[PredictedChange], step_s: float, key: str = "changes", of: str = "step"
+) -> Table:
+    """Return a table of predicted gains, in the unit of the step. of: "step" or "iteration"."""
     columns = [
         Column("what if", [each.change for each in changes], Quantity.TEXT),
-        Column("gain per step", [each.gain_s for each in changes], unit_of=step_s),
+        Column(f"gain per {of}", [each.gain_s for each in changes], unit_of=step_s),
         Column("at least", [each.low_s for each in changes], unit_of=step_s),
         Column("at most", [each.high_s for each in changes], unit_of=step_s),
-        Column("share of step", [each.share for each in changes], Quantity.CHANGE),
+        Column(f"share of {of}", [each.share for each in changes], Quantity.CHANGE),
     ]
     return Table(
-        "changes",
-        "Predicted gains of changes",
+        key,
+        "Predicted gains of changes" if of == "step" else f"What would shorten an {of}",
         columns,
         note="Each change alone: gains may overlap, so they do not add up." * (len(changes) > 1),
         noun="change",

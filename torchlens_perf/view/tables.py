@@ -18,7 +18,7 @@ from torchlens_perf.view.collective_table import build_collective_table, build_s
 from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
 from torchlens_perf.view.headline import phase_name
-from torchlens_perf.view.iteration_tables import build_iteration_table
+from torchlens_perf.view.iteration_tables import build_iteration_change_table, build_iteration_table
 from torchlens_perf.view.lost_time_tables import (
     build_change_table,
     build_critical_path_table,
@@ -50,7 +50,7 @@ def build_tables(report: Report) -> list[Table]:
     if report["run"]["judged_by"] == DEVICE:
         ranks.reverse()
     made = [
-        build_training_table, build_iteration_table,
+        build_training_table, build_iteration_table, build_iteration_change_table,
         build_critical_path_table, build_change_table, *ranks, build_host_gap_table,
         build_utilization_table,
         build_module_table, build_roofline_table, build_section_table, build_device_section_table,

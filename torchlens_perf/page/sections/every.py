@@ -15,6 +15,8 @@ from torchlens_perf.page.sections.phases import build_phases_section
 from torchlens_perf.page.sections.quality import build_quality_section
 from torchlens_perf.page.sections.section import RANK_TABLES, build_tables
 from torchlens_perf.page.sections.verdicts import build_verdicts_section
+from torchlens_perf.roles.facts import find_iterations
+from torchlens_perf.roles.lanes import draw_lanes
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.html import build_figure, build_section
 from torchlens_perf.view.markup import Element, tag
@@ -163,7 +165,17 @@ SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] 
     (
         "iterations",
         "Iterations",
-        lambda of: _build_tables_section(of, "iterations", "Iterations", "iterations"),
+        lambda of: (
+            None
+            if (found := find_iterations(of["report"])) is None
+            else build_section(
+                "iterations",
+                "Iterations",
+                build_tables(of, "iterations"),
+                [build_figure(None, *drawn) for drawn in map(draw_lanes, found.lanes)],
+                build_tables(of, "iteration_changes"),
+            )
+        ),
     ),
     ("modules", "Modules", build_modules_section),
     ("step", "One step", _build_one_step_section),
