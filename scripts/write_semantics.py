@@ -71,6 +71,7 @@ from torchlens_perf.exporters.semantics import (
     WORLD_SIZE,
 )
 from torchlens_perf.exporters.series_room import max_ranks_with_own_series
+from torchlens_perf.roles.traces import BATCH, OUTPUT_TOKENS, PROCESS, SPAN_ITERATION
 from torchlens_perf.verdicts.kinds import KINDS
 
 PAGE = Path(__file__).parents[1] / "docs/reference/telemetry.md"
@@ -123,6 +124,12 @@ SPANS = (
     ),
     SpanName(SPAN_STEP, "", "root of a training step's trace; as long as rank 0's step"),
     SpanName(SPAN_INFERENCE_STEP, "", "root if the step is a forward pass", "inference"),
+    SpanName(
+        SPAN_ITERATION,
+        "",
+        "root of an iteration's trace, linked to its steps; children are the parts of its critical path",
+        "roles",
+    ),
 )
 
 _SPAN, _EVENT, _POINT, _RESOURCE = "spans", "events", "points", "resource"
@@ -147,6 +154,9 @@ ATTRIBUTES = (
     Attribute(ON_DEVICE, "boolean", _BELOW, "true: the times are the device's", when=_DEVICE),
     Attribute(BYTES, "int", "collectives", "bytes of its tensors"),
     Attribute(SEQUENCE, "int", "collectives", "earlier collectives of this group on this rank"),
+    Attribute(BATCH, "string", "iteration", "id of the batch", when="roles"),
+    Attribute(PROCESS, "string", "iteration's parts", "the process", when="roles"),
+    Attribute(OUTPUT_TOKENS, "int", f"{SPAN_ITERATION}, generation", "generated tokens", OPENTELEMETRY, "roles"),
     Attribute(SAMPLED_BECAUSE, "string", _ROOT, "first, number, slow or verdict"),
     Attribute(STEPS_LEFT_OUT, "int", _ROOT, "steps left out since the previous trace"),
     Attribute(OVER_RANKS, "string", _POINT, "min, median, p99 or max", when=_LARGE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -125,6 +126,9 @@ class Receiver:
 
         identity: identity of one of the node's processes.
         """
+
+    def send_spans(self, spans: Sequence[Any]) -> None:
+        """Accept the spans (ReadableSpan) of one trace, the root first."""
 
 
 class Exporter(Receiver):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from opentelemetry.context import Context
+
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters import ITEM_NAMES, UNDELIVERED, Exporter
 from torchlens_perf.exporters.delivery.sender import QueueLimits, Sender
@@ -16,12 +18,16 @@ from torchlens_perf.exporters.otlp_alerts import build_log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import build_node_resource
 from torchlens_perf.exporters.otlp_run_span import RunSpanCollector
+from torchlens_perf.exporters.otlp_spans import is_sampled
 from torchlens_perf.exporters.trace_sampling import FIRST, NUMBER
 from torchlens_perf.run.undelivered import Undelivered, UndeliveredStep, WholeRun
 from torchlens_perf.run.verdicts import Alert
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
 
     from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
     from torchlens_perf.exporters.delivery.sender import Transport
@@ -121,6 +127,12 @@ class OtlpExporter(Exporter):
                 self._ensure_resource(batch.identity)
                 self._metrics.export(batch, sampled)
 
+    def send_spans(self, spans: Sequence[ReadableSpan]) -> None:
+        if self._traces is not None and is_sampled(
+            self._traces.steps.sampler, Context(), spans[0].context.trace_id, spans[0].name
+        ):
+            self._senders["traces"].queue_items(spans)
+
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("exporting alerts over OTLP"):
             resource = self._ensure_resource(assessment.identity)
@@ -129,11 +141,10 @@ class OtlpExporter(Exporter):
             if self._metrics is not None:
                 self._metrics.on_assessment(assessment)
             if "logs" in self._senders:
-                run_id = assessment.identity.run_id
                 earlier, self._earlier_alerts = self._earlier_alerts, []
                 for each in (*earlier, *assessment.alerts):
                     step = self._find_traced_step(each)
-                    record = build_log_record(each, run_id, step, resource)
+                    record = build_log_record(each, assessment.identity.run_id, step, resource)
                     self._senders["logs"].queue_items([record], each)
 
     def update_role(self, part: NodeRole) -> bytes:
@@ -283,6 +294,6 @@ def describe_undelivered(sender: Sender, *, keeps_sources: bool) -> list[str]:
         f"{UNDELIVERED}{count} of these {what} {why}" for why, count in missing.items() if count
     ]
     if found:
-        total = f"{sum(missing.values())} of {sender.put} {what} were not delivered"
-        found.insert(0, f"{UNDELIVERED}{total}")
+        total = sum(missing.values())
+        found.insert(0, f"{UNDELIVERED}{total} of {sender.put} {what} were not delivered")
     return found

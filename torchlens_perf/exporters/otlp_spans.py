@@ -41,8 +41,11 @@ _OTHER_THREAD, _DEVICE = int(Flag.OTHER_THREAD), int(Flag.DEVICE)
 _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
-def step_trace_id(run_id: str, attempt: int, step: int) -> int:
-    """Return the id of a step's trace, which is the same on all ranks and in a replay."""
+def step_trace_id(run_id: str, attempt: int, step: int | str) -> int:
+    """Return the id of a step's trace, which is the same on all ranks and in a replay.
+
+    step: a number, or the name of another unit of work.
+    """
     return _hash_to_id(16, run_id, attempt, step)
 
 
@@ -87,21 +90,22 @@ class SpanBuilder:
         if rank is None or rank.identity != batch.identity:
             rank = self._ranks[batch.identity.key] = _RankSpanBuilder(batch.identity)
         found: dict[int, tuple[list[ReadableSpan], int, int]] = {}
-        steps = batch.steps
         of_steps = {
             step: {semantics.OWN_SECONDS: own_ns / 1e9, semantics.MICRO_STEPS: micro_steps}
             for step, own_ns, micro_steps in zip(
-                steps.step.tolist(), steps.own_ns.tolist(), steps.micro_steps.tolist(), strict=True
+                batch.steps.step.tolist(),
+                batch.steps.own_ns.tolist(),
+                batch.steps.micro_steps.tolist(),
+                strict=True,
             )
         }
-        offset_ns = batch.anchor.offset_ns
         for trace in batch.traces:
             in_trace = step_trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             # The sampler decides by the trace's id, which gives the same result on all ranks.
             if is_sampled(self.sampler, Context(), in_trace, _name_of_root(trace)):
                 chosen = batch.chosen.get(trace.step)
                 found[trace.step] = rank.build_step(
-                    trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen
+                    trace, in_trace, batch.anchor.offset_ns, of_steps.get(trace.step, {}), chosen
                 )
         return found
 
@@ -187,12 +191,14 @@ class _RankSpanBuilder:
             )
             contexts.append(context)
             begin_ns = span.start_ns + offset_ns
-            status = _ERROR if span.flags & Flag.EXCEPTION else _UNSET
             attributes = {**common, **_span_attributes(span)}
             times = begin_ns, begin_ns + span.duration_ns
             found.append(
-                self._make_span(span.name or span.kind, context, around, attributes, times, status)
-            )
+                self._make_span(
+                    span.name or span.kind, context, around, attributes, times,
+                    _ERROR if span.flags & Flag.EXCEPTION else _UNSET,
+                )
+            )  # fmt: skip
         return found, in_trace, of_rank.span_id
 
     def _make_span(

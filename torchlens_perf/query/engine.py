@@ -16,6 +16,7 @@ import duckdb
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.query.files import REMOTE, Rows, list_local_files
+from torchlens_perf.roles.table import QUERY_TABLES, query_rows
 from torchlens_perf.run.directory import TABLES, RunDirectory
 
 _RUN_OF_FILE = r"([^/]+)/[a-z]+/[^/]+$"
@@ -43,18 +44,19 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
             files = [
                 file for table in TABLES for file in _create_view(connection, table, runs, notes)
             ]
-            if "verdicts" in sql.lower():
-                _create_verdicts(connection, runs)
+            _create_computed_tables(connection, sql, runs)
             _confine(connection, files)
             result = connection.execute(sql)
             if result is None:
                 raise RunStoreError("the query is empty. Example: SELECT count(*) FROM steps")
             return Rows([column[0] for column in result.description or []], result.fetchall())
         except duckdb.Error as error:
-            found = connection.execute("SHOW TABLES").fetchall()
+            found = {name for (name,) in connection.execute("SHOW TABLES").fetchall()} | {
+                "verdicts"
+            }
             raise RunStoreError(
                 *f"the query failed: {error}".splitlines(),
-                f"Tables of these runs: {', '.join(sorted({'verdicts', *(name for (name,) in found)}))}."
+                f"Tables of these runs: {', '.join(sorted(found.union(QUERY_TABLES if 'events' in found else ())))}."
                 " `DESCRIBE steps` lists the columns of steps.",
             ) from None
 
@@ -99,22 +101,32 @@ def _escape_pattern(file: str) -> str:
     return file if REMOTE.match(file) else _PATTERN.sub(lambda sign: f"[{sign[0]}]", file)
 
 
-def _create_verdicts(connection: duckdb.DuckDBPyConnection, runs: Sequence[str]) -> None:
-    """Create the table of the verdicts of local runs, as in their reports."""
+def _create_computed_tables(
+    connection: duckdb.DuckDBPyConnection, sql: str, runs: Sequence[str]
+) -> None:
+    """Create the tables of local runs that a query names and that have the numbers of their reports."""
+    for name, columns in {"verdicts": VERDICTS, **QUERY_TABLES}.items():
+        if name in sql.lower():
+            connection.execute(f"CREATE TABLE {name} ({', '.join(map(' '.join, columns.items()))})")
+            for run in (RunDirectory(Path(each)) for each in runs if not REMOTE.match(each)):
+                for row in _verdict_rows(run) if name == "verdicts" else query_rows(name, run):
+                    connection.execute(
+                        f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row
+                    )
+
+
+def _verdict_rows(run: RunDirectory) -> list[list[object]]:
     from torchlens_perf.report.run_report import load_report
     from torchlens_perf.view.headline import build_headlines
 
-    connection.execute(f"CREATE TABLE verdicts ({', '.join(map(' '.join, VERDICTS.items()))})")
-    for run in (each for each in runs if not REMOTE.match(each)):
-        report = load_report(RunDirectory(Path(run)), lost_time=False)
-        for row, headline in zip(report["verdicts"], build_headlines(report), strict=True):
-            values = [
-                report["run"]["id"], row.kind, headline.status, row.rank, list(row.ranks), row.phase,
-                row.since_step, row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
-            ]  # fmt: skip
-            connection.execute(
-                f"INSERT INTO verdicts VALUES ({', '.join('?' * len(values))})", values
-            )
+    report = load_report(run, lost_time=False)
+    return [
+        [
+            report["run"]["id"], row.kind, headline.status, row.rank, list(row.ranks), row.phase,
+            row.since_step, row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
+        ]
+        for row, headline in zip(report["verdicts"], build_headlines(report), strict=True)
+    ]  # fmt: skip
 
 
 def _confine(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> None:
@@ -122,8 +134,8 @@ def _confine(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> Non
     connection.execute("SET python_enable_replacements=false")
     if not any(REMOTE.match(file) for file in files):
         # The pattern of a file is checked as well as the file that it matches.
-        allowed = {*files, *map(_escape_pattern, files)}
-        connection.execute(f"SET allowed_paths=[{', '.join(map(_quote, sorted(allowed)))}]")
+        allowed = map(_quote, sorted({*files, *map(_escape_pattern, files)}))
+        connection.execute(f"SET allowed_paths=[{', '.join(allowed)}]")
         connection.execute("SET enable_external_access=false")
     connection.execute("SET lock_configuration=true")
 
@@ -137,8 +149,9 @@ def _load_object_store_support(connection: duckdb.DuckDBPyConnection, runs: Sequ
     except ImportError:
         connection.execute("INSTALL httpfs")
     else:
-        folder = Path(duckdb_extension_httpfs.__file__).parent / "extensions"
-        (extension,) = folder.glob("*/httpfs.duckdb_extension")
+        (extension,) = Path(duckdb_extension_httpfs.__file__).parent.glob(
+            "extensions/*/httpfs.duckdb_extension"
+        )
         connection.execute(f"LOAD '{extension}'")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
     settings: dict[str, str | bool | None] = {
@@ -149,8 +162,11 @@ def _load_object_store_support(connection: duckdb.DuckDBPyConnection, runs: Sequ
     }
     if endpoint:
         scheme, _, address = endpoint.rpartition("://")
-        settings |= {"s3_endpoint": address.rstrip("/"), "s3_url_style": "path"}
-        settings["s3_use_ssl"] = scheme != "http"
+        settings |= {
+            "s3_endpoint": address.rstrip("/"),
+            "s3_url_style": "path",
+            "s3_use_ssl": scheme != "http",
+        }
     for name, value in settings.items():
         if value is not None:
             connection.execute(f"SET {name} = ?", [value])

@@ -170,16 +170,16 @@ def _find(
 
 
 def _set_costs(found: _Found, iterations: Sequence[Iteration]) -> _Found:
-    total_s, seconds = sum(each.seconds for each in iterations), save(iterations, found.remove)
-    least_s = seconds if found.least is None else save(iterations, found.least)
-    low_s, high_s = widen_bounds(iterations, 0.0 if found.cause.is_bound else least_s, seconds)
+    seconds = save(iterations, found.remove)
+    least_s = save(iterations, found.least or found.remove) * (not found.cause.is_bound)
+    low_s, high_s = widen_bounds(iterations, least_s, seconds)
     return found._replace(
         cause=replace(
             found.cause,
             seconds=seconds,
             low_s=low_s,
-            high_s=seconds if found.cause.is_bound else high_s,
-            share=seconds / total_s if total_s else 0.0,
+            high_s=high_s,
+            share=seconds / (sum(each.seconds for each in iterations) or 1.0),
         )
     )
 
@@ -203,7 +203,7 @@ def _find_long_samples(iterations: Sequence[Iteration]) -> _Found:
     long: list[LongSample] = []
     for each in iterations:
         last, median = each.last_sample, _nth_tokens(each, 0.5)
-        if last is not None and last.tokens and last.tokens >= _LONG * median:
+        if last.tokens and last.tokens >= _LONG * median:
             long.append(LongSample(last.id, each.batch, last.engine, last.tokens, median))
     long.sort(key=lambda each: -each.tokens / each.median_tokens)
     return _Found(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.exporters import Receiver
 from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.roles.event_file import (
     EVENTS,
@@ -16,6 +18,7 @@ from torchlens_perf.roles.event_file import (
     NewEvents,
     read_new_events,
 )
+from torchlens_perf.roles.iterations import Event
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory, is_writer_running
 from torchlens_perf.run.mailbox import EVENTS as SUFFIX
@@ -37,7 +40,7 @@ class EventReader:
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run, self._node = run, node
         self._writer = TableWriter([run.path / FOLDER], node)
-        self._rows: list[tuple[Any, ...]] = []
+        self.rows: list[tuple[Any, ...]] = []
         self._anchor = HostClock().anchor()
         self._began_s = self._written_s = time.monotonic()
         # The footer of the next file: last sequence number and lost events by process. An earlier
@@ -58,7 +61,7 @@ class EventReader:
             except (OSError, RunStoreError) as error:
                 logger.warning("events of %s cannot be read: %s", path.name, error)
                 continue
-            if len(self._rows) + len(found.events) > _MAX_UNWRITTEN:
+            if len(self.rows) + len(found.events) > _MAX_UNWRITTEN:
                 # The run directory cannot be written. Events stay in their file, or are lost there.
                 continue
             self._add(path.stem, found)
@@ -73,7 +76,7 @@ class EventReader:
         who = dict(enumerate([(process, found.role, found.name), *others]))
         # Others are not known while the description is being written.
         for each in found.events:
-            self._rows.append(
+            self.rows.append(
                 (
                     host, *who.get(int(each["other"]), (process, "other", "")), EVENTS[each["code"]], _text(each["id"]),
                     _text(each["batch"]), _number(each["tokens_in"]), _number(each["tokens_out"]),
@@ -91,9 +94,9 @@ class EventReader:
     def write(self, disk_bytes: int) -> None:
         """Write the events that were read, if there are any. Raise OSError."""
         self._written_s = time.monotonic()
-        if not self._rows:
+        if not self.rows:
             return
-        columns = dict(zip(_COLUMNS, zip(*self._rows, strict=True), strict=True))
+        columns = dict(zip(_COLUMNS, zip(*self.rows, strict=True), strict=True))
         offset_ns = self._anchor.offset_ns
         encoded = EncodedFile()
         arrays = {
@@ -106,21 +109,45 @@ class EventReader:
         self._writer.write_files(
             {self._run.path / FOLDER: encoded}, disk_bytes // _DISK_DIVISOR, self._read
         )
-        self._rows.clear()
+        self.rows.clear()
 
 
 def read_events(
-    run: RunDirectory, node: str, reader: EventReader | None, *, disk_bytes: int, ended: bool
+    run: RunDirectory,
+    node: str,
+    reader: EventReader | None,
+    receivers: list[Receiver] | None = None,
+    *,
+    disk_bytes: int,
+    ended: bool,
 ) -> EventReader:
     """Read the new events of a node, and write them if it is time. Return the reader.
 
-    reader: None at the first call. ended: True if a rank has ended, whose report needs all events.
+    reader: None at the first call. receivers: get the traces of iterations; None without an exporter.
+    ended: True if a rank has ended, whose report needs all events.
     """
     reader = reader or EventReader(run, node)
+    before = len(reader.rows)
     reader.read()
+    if receivers is not None:
+        _send_traces(reader.rows[before:], receivers, ended=ended)
     if ended or reader.is_file_due:
         reader.write(disk_bytes)
     return reader
+
+
+def _send_traces(
+    rows: Sequence[tuple[Any, ...]], receivers: list[Receiver], *, ended: bool
+) -> None:
+    from torchlens_perf.roles.traces import IterationTraces
+
+    traces = next((each for each in receivers if isinstance(each, IterationTraces)), None)
+    if traces is None:
+        receivers.append(traces := IterationTraces())
+    events = [Event(row[9] / 1e9, row[3] or row[2], row[4], row[5], row[6], row[8]) for row in rows]
+    for spans in traces.build_spans(events, ended=ended):
+        for each in receivers:
+            each.send_spans(spans)
 
 
 def _text(value: bytes) -> str:

@@ -10,7 +10,10 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.roles import causes
 from torchlens_perf.roles.causes import Cause
+from torchlens_perf.roles.facts import PARTS, find_iterations
+from torchlens_perf.roles.iterations import OTHER
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
+from torchlens_perf.verdicts.words.report import Report
 
 KIND = "slow_iteration"
 _ACTIONS = {
@@ -63,7 +66,7 @@ class SlowIterationEvidence(Evidence, frozen=True, tag="slow_iteration"):
             low, high = (
                 format_duration(each / self.iterations) for each in (found.low_s, found.high_s)
             )
-            text += f" (between {low} and {high})"
+            text += f" (between {low} and {high})" if found.low_s else f" (up to {high})"
         if found.together_s is None:
             return f"{text}."
         every = "Both" if len(found.others) == 1 else f"All {len(found.others) + 1}"
@@ -87,6 +90,25 @@ def build_verdict(cause: Cause, iterations: int, iteration_s: float, steps: int)
         action=_ACTIONS[cause.kind].format(subject=cause.subject),
         evidence=SlowIterationEvidence(iterations, iteration_s, cause, cause=cause.kind),
     )
+
+
+def describe_iterations(report: Report) -> list[str]:
+    """Return a line on the mean iteration, the longest wait in it, and the largest cause."""
+    found = find_iterations(report)
+    if found is None:
+        return []
+    wait = max((each for each in found.parts if each != OTHER), key=lambda each: found.parts[each])
+    mean, longest_s = format_duration(found.mean_s), found.parts[wait]
+    return [
+        f"iteration of {mean} (mean of {found.count}), longest part: {PARTS[wait]}"
+        f" {format_duration(longest_s)} ({format_percent(longest_s / found.mean_s)})",
+        *(
+            f"largest cause: {each.kind.replace('_', ' ')} {each.subject}".rstrip()
+            + f", {'at most ' * each.is_bound}{format_duration(each.seconds / found.count)}"
+            f" ({format_percent(each.share)})"
+            for each in found.causes[:1]
+        ),
+    ]
 
 
 def _describe(cause: Cause, iterations: int) -> list[str]:

@@ -138,51 +138,35 @@ class Iteration:
         return self.seconds - self.rollout_s - self.steps_s - self.weights_s
 
     @property
-    def last_sample(self) -> Sample | None:
+    def last_sample(self) -> Sample:
         """The sample that the trainer waited for."""
-        return max(self.samples, key=lambda each: each.done_s, default=None)
-
-    def critical_path(self) -> Iterator[Segment]:
-        """Yield the segments of the last sample, which add up to rollout_s."""
-        last = self.last_sample
-        if last is None:
-            yield Segment(COLLECTING, "", False, self.rollout_s)
-            return
-        at_s = self.asked_s
-        chain = [Segment(SENDING, "", False, max(0.0, last.sent_s - at_s)), *last.segments]
-        end_s = min(last.sent_s, at_s)
-        for each in chain:
-            end_s += each.seconds
-            # What happened before the trainer began to wait cost it nothing.
-            yield each._replace(seconds=max(0.0, end_s - at_s))
-            at_s = max(at_s, end_s)
-        yield Segment(COLLECTING, "", False, max(0.0, self.complete_s - at_s))
+        return max(self.samples, key=lambda each: each.done_s)
 
     def path(self) -> Iterator[PathPart]:
-        """Yield the whole critical path: for the trainer's wait, the segments of the last sample."""
-        at_s = self.begin_s
-        if self.asked_s > at_s:
-            yield PathPart(OTHER, self.trainer, at_s, self.asked_s)
-        at_s = self.asked_s
-        for each in self.critical_path():
-            part = f"{each.stage} wait" if each.waiting else each.stage
-            yield PathPart(part, each.process or self.trainer, at_s, at_s + each.seconds)
-            at_s += each.seconds
+        """Yield the critical path: for the trainer's wait, the segments of the last sample."""
+        last = self.last_sample
+        chain = [(OTHER, self.trainer, self.asked_s), (SENDING, self.trainer, last.sent_s)]
+        end_s = last.sent_s
+        for each in last.segments:
+            end_s += each.seconds
+            chain.append((f"{each.stage}{' wait' * each.waiting}", each.process, end_s))
+        chain.append((COLLECTING, self.trainer, self.complete_s))
         own = [(STEPS, each) for each in self.steps] + [(WEIGHTS, each) for each in self.publishes]
-        for part, own_part in sorted(own, key=lambda each: each[1].begin_s):
-            if own_part.begin_s > at_s:
-                yield PathPart(OTHER, self.trainer, at_s, own_part.begin_s)
-            yield PathPart(part, self.trainer, own_part.begin_s, own_part.end_s)
-            at_s = own_part.end_s
+        for part, interval in sorted(own, key=lambda each: each[1].begin_s):
+            chain.append((OTHER, self.trainer, interval.begin_s))
+            chain.append((part, self.trainer, interval.end_s))
+        at_s = self.begin_s
+        for part, process, end_s in chain:
+            # What happened before the trainer began to wait cost it nothing.
+            if end_s > at_s:
+                yield PathPart(part, process, at_s, end_s)
+                at_s = end_s
 
     def changed(self, change: Change) -> Iteration:
         """Return this iteration with segments of other durations. It is not longer than before.
 
         The waits of other samples stay the same.
         """
-        last = self.last_sample
-        if last is None:
-            return self
         samples = tuple(
             dataclasses.replace(
                 sample,
@@ -193,7 +177,7 @@ class Iteration:
             for sample in self.samples
         )
         done_s = max(each.done_s for each in samples)
-        saved_s = min(self.rollout_s, max(0.0, last.done_s - done_s))
+        saved_s = min(self.rollout_s, max(0.0, self.last_sample.done_s - done_s))
         return dataclasses.replace(
             self,
             end_s=self.end_s - saved_s,

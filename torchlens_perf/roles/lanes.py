@@ -104,12 +104,13 @@ def draw_lanes(lanes: IterationLanes) -> tuple[str, str, Element]:
     caption = f"Critical path: {text}." + f" Not shown: {rest}." * bool(rest)
     names = [
         _tag(
-            "li", f"{each.role}: {each.process}" if each.role not in each.process else each.process
+            "li",
+            text=each.process if each.role in each.process else f"{each.role}: {each.process}",
         )
         for each in lanes.lanes
     ]
-    legend = [_tag("li", _swatch(key), _tag("span", words)) for key, words in _LEGEND.items()]
-    times = [_tag("span", "0"), _tag("span", format_duration(lanes.seconds))]
+    legend = [_tag("li", _swatch(key), _tag("span", text=words)) for key, words in _LEGEND.items()]
+    times = [_tag("span", text="0"), _tag("span", text=format_duration(lanes.seconds))]
     return title, caption, _tag(
         "div",
         _tag("ul", *legend, class_="legend"),
@@ -124,7 +125,7 @@ def _draw(lanes: IterationLanes, label: str) -> Element:
     drawn = [
         _tag(
             "rect",
-            _tag("title", f"{each.process}: {each.what} {format_duration(each.end_s - each.begin_s)}"),
+            _tag("title", text=f"{each.process}: {each.what} {format_duration(each.end_s - each.begin_s)}"),
             x=scale * each.begin_s, width=scale * (each.end_s - each.begin_s), height=14,
             y=middle[each.process] - 7, class_=each.what,
         )
@@ -137,7 +138,7 @@ def _draw(lanes: IterationLanes, label: str) -> Element:
         line = f"M{scale * each.begin_s:.1f} {at:.0f}V{y:.0f}H{scale * each.end_s:.1f}"
         kind = "path-wait" if each.what.endswith("wait") else "path"
         words = f"{PARTS[each.what]}: {format_duration(each.end_s - each.begin_s)}"
-        drawn.append(_tag("path", _tag("title", words), d=line, class_=kind))
+        drawn.append(_tag("path", _tag("title", text=words), d=line, class_=kind))
         at = y
     return _tag(
         "svg", *drawn, viewBox=f"0 0 {_WIDTH} {height}", height=height, preserveAspectRatio="none",
@@ -154,13 +155,13 @@ def _swatch(kind: str) -> Element:
     return _tag("svg", drawn, width=14, height=14, class_="lane-swatch", aria_hidden="true")
 
 
-def _tag(name: str, *children: Element | str, **attributes: str | float) -> Element:
-    made = Element(name)
-    for key, value in attributes.items():
-        text = printable(value) if isinstance(value, str) else f"{value:.1f}"
-        made.set(key.rstrip("_").replace("_", "-"), text)
-    for each in children:
-        if isinstance(each, str):
-            made.text = printable(each)
-    made.extend(each for each in children if isinstance(each, Element))
+def _tag(name: str, *children: Element, text: str = "", **attributes: str | float) -> Element:
+    known = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
+    texts = {
+        key: printable(value) if isinstance(value, str) else f"{value:.1f}"
+        for key, value in known.items()
+    }
+    made = Element(name, texts)
+    made.text = printable(text)
+    made.extend(children)
     return made

@@ -8,9 +8,9 @@ from typing import cast
 from torchlens_perf.roles.causes import Cause, engine_names, find_causes
 from torchlens_perf.roles.evidence import build_verdict
 from torchlens_perf.roles.facts import PARTS, Engine, Iterations, RoleReport
-from torchlens_perf.roles.iterations import Iteration, build_iterations, pair_events
+from torchlens_perf.roles.iterations import Iteration, pair_events
 from torchlens_perf.roles.lanes import build_lanes
-from torchlens_perf.roles.table import read_events, read_trainer_steps
+from torchlens_perf.roles.table import read_iterations, read_trainer_steps
 from torchlens_perf.roles.what_if import predict_changes
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.verdict import Verdict
@@ -25,13 +25,11 @@ _WAITS = "the trainer's wait for samples and weights is in the table of iteratio
 def add_iterations(run: RunDirectory, report: Report) -> None:
     """Add the iterations, and verdicts on what makes them slow, if there are whole iterations."""
     notes = report["quality"]["notes"]
-    recorded = read_events(run, notes)
+    recorded, iterations = read_iterations(run, notes)
     if recorded.lost:
         notes.append(f"{recorded.lost} events of roles were overwritten before they were read")
     for each in recorded.detected:
         notes.append(f"the role of {each} was detected, not set: {recorded.roles[each]}")
-    # The first iteration contains the warm-up of all processes.
-    iterations = build_iterations(recorded.events)[1:]
     if not iterations:
         notes.append("the events of roles contain no second iteration: see batch_complete")
         return

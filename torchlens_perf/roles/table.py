@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torchlens_perf.roles.causes import RankStep
 from torchlens_perf.roles.event_file import FOLDER
-from torchlens_perf.roles.iterations import Event, Iteration
+from torchlens_perf.roles.iterations import STAGES, Event, Iteration, build_iterations
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 
@@ -78,6 +78,45 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
         sorted(names[process] for process in detected & names.keys()),
         sum(lost.values()),
     )
+
+
+def read_iterations(run: RunDirectory, notes: list[str]) -> tuple[RecordedEvents, list[Iteration]]:
+    """Return the newest events, and their iterations."""
+    recorded = read_events(run, notes)
+    # The first iteration contains the warm-up of all processes.
+    return recorded, build_iterations(recorded.events)[1:]
+
+
+QUERY_TABLES = {
+    "iterations": {
+        "run": "VARCHAR", "batch": "VARCHAR", "seconds": "DOUBLE", "rollout_s": "DOUBLE", "steps_s": "DOUBLE",
+        "weights_s": "DOUBLE", "other_s": "DOUBLE", "samples": "BIGINT", "tokens": "BIGINT", "last_sample": "VARCHAR",
+    },
+    "samples": {
+        "run": "VARCHAR", "batch": "VARCHAR", "id": "VARCHAR", "engine": "VARCHAR", "tokens": "BIGINT",
+        "seconds": "DOUBLE", "wait_s": "DOUBLE", "generation_s": "DOUBLE", "tool_s": "DOUBLE",
+        "logprobs_s": "DOUBLE", "reward_s": "DOUBLE",
+    },
+}  # fmt: skip
+"""Tables of `torchlens-perf query`: columns and their types."""
+
+
+def query_rows(table: str, run: RunDirectory) -> Iterator[list[str | float | None]]:
+    """Yield the rows of a table of QUERY_TABLES, from the iterations of the report."""
+    for each in read_iterations(run, [])[1]:
+        known = [sample.tokens for sample in each.samples if sample.tokens is not None]
+        if table == "iterations":
+            yield [
+                run.run_id, each.batch, each.seconds, each.rollout_s, each.steps_s, each.weights_s, each.other_s,
+                len(each.samples), sum(known) if known else None, each.last_sample.id,
+            ]  # fmt: skip
+            continue
+        for sample in each.samples:
+            yield [
+                run.run_id, each.batch, sample.id, sample.engine, sample.tokens, sample.done_s - sample.sent_s,
+                sum(segment.seconds for segment in sample.segments if segment.waiting),
+                *(sample.seconds(stage) for stage in STAGES),
+            ]  # fmt: skip
 
 
 def _name_processes(labels: Mapping[str, str]) -> dict[str, str]:

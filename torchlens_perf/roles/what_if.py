@@ -1,4 +1,4 @@
-"""What iterations would take after a change of the job, replayed from the recorded samples. Pure.
+"""Predicted gains of changes of the job, replayed from the recorded samples. Pure.
 
 A replay keeps the recorded times. Samples wait for a slot of their engine, in the order in which
 they were sent. What the record does not show is between two bounds: for example, how much faster an

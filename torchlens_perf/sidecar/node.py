@@ -195,6 +195,7 @@ class Sidecar:
                     self.run,
                     self.state.host,
                     self.events,
+                    self.receivers if self.has_exporter else None,
                     disk_bytes=self.sources.settings.disk_bytes,
                     ended=any(source.read_to_end for source in self.sources),
                 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import format_coverage, format_duration
+from torchlens_perf.roles.evidence import describe_iterations
 from torchlens_perf.top.pace import describe_pace, draw_curve, window_median_step_s
 from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.text import (
@@ -57,7 +58,9 @@ def build_overview(
     lines = terminal.lines([title_line(view, width), *trouble_lines(view)], width)
     if report is None:
         return lines
-    lines += terminal.lines(finding_lines(view, width), width)
+    lines += terminal.lines(
+        [*finding_lines(view, width), *map(unwrapped_line, describe_iterations(report))], width
+    )
     stacks = [each for row in report["verdicts"][:1] for each in stack_lines(row, width)]
     lines += stacks if len(lines) + len(stacks) <= height // 2 else []
     bars = bar_lines(
@@ -91,7 +94,12 @@ def build_frame(view: View, width: int, terminal: Terminal) -> list[Text]:
     texts = [title_line(view, width), *trouble_lines(view)]
     if view.report is not None:
         ranks, _ = build_rank_list(view)
-        texts += [*all_finding_lines(view, width), *pace_lines(view, width, 1), unwrapped_line()]
+        texts += [
+            *all_finding_lines(view, width),
+            *map(unwrapped_line, describe_iterations(view.report)),
+            *pace_lines(view, width, 1),
+            unwrapped_line(),
+        ]
         texts += (
             [*table_lines(ranks, width, min(ranks.rows, _MAX_RANKS)), unwrapped_line()]
             if ranks.rows

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import IO, TYPE_CHECKING
 
+from torchlens_perf.roles.evidence import describe_iterations
 from torchlens_perf.top import overview
 from torchlens_perf.top.pace import describe_pace
 from torchlens_perf.top.text import Terminal, unwrapped_line
@@ -55,6 +56,7 @@ class PlainTop:
                     words = [
                         overview.run_state_and_style(view)[0],
                         *describe_pace(view.report, view.seen_s),
+                        *describe_iterations(view.report),
                     ]
                     self._print([unwrapped_line("   ".join(words))])
                     pace_due_s = time.monotonic() + _PACE_EVERY_S
