@@ -1,6 +1,6 @@
 """Verdicts on a vLLM engine of two tensor-parallel ranks, and the cost of its watch.
 
-    .venv-vllm/bin/python -m benchmarks.serving_verdicts --clean 10 --slow 3 --pairs 10
+    .venv-vllm/bin/python -m benchmarks.serving_verdicts --clean 10 --slow 3 --passes 2000
 
 One engine on the CPU serves a small model with random weights. In each run, the workers record as
 with TORCHLENS_PERF=1: in clean runs, in runs with a sleep in a layer of rank 1, and in pairs of runs
@@ -77,16 +77,20 @@ class WorkerExtension:
     def read_slept(self) -> float:
         return statistics.median(self.slept) if self.slept else 0.0
 
-    def time_passes(self) -> None:
-        """Time the calls of the engine by the CPU clock of the thread, without the collectives.
+    def alternate(self) -> None:
+        """Record every other pass, and time each pass by the CPU clock of the thread.
 
-        A rank that waits in a collective of shared memory, or for the engine, keeps its CPU busy.
+        Collectives are left out: a rank that waits in shared memory keeps its CPU busy.
         """
         from vllm.distributed import parallel_state
         from vllm.v1.executor.multiproc_executor import WorkerProc
 
+        from torchlens_perf.roles import serving
+
         self.passes: list[float] = []
         self.in_collectives = 0.0
+        communicator = parallel_state.get_tp_group().device_communicator
+        watched, recorded = serving._serving, dict(vars(communicator))
 
         def time_collective(call: Callable[..., Any]) -> Callable[..., Any]:
             def timed(*args: Any, **kwargs: Any) -> Any:
@@ -98,26 +102,30 @@ class WorkerExtension:
 
             return timed
 
-        shared = parallel_state.get_tp_group().device_communicator.dist_module
         for name in ("all_reduce", "all_gather_into_tensor", "gather"):
+            shared = communicator.dist_module
             setattr(shared, name, time_collective(getattr(shared, name)))
         execute = WorkerProc._execute_worker_rpc
 
         def timed_call(worker: Any, request: Any) -> None:
+            if request[0] == "execute_model":
+                is_recorded = len(self.passes) % 2 == 0
+                serving._serving = watched if is_recorded else None
+                for name in ("all_reduce", "all_gather"):
+                    vars(communicator).pop(name, None)
+                    if is_recorded:
+                        setattr(communicator, name, recorded[name])
+                self.passes.append(0.0)
             began_s, self.in_collectives = time.thread_time(), 0.0
             execute(worker, request)
-            seconds = time.thread_time() - began_s - self.in_collectives
-            if request[0] == "execute_model":
-                self.passes.append(seconds)
-            elif request[0] == "sample_tokens" and self.passes:
-                self.passes[-1] += seconds
+            if request[0] in ("execute_model", "sample_tokens") and self.passes:
+                self.passes[-1] += time.thread_time() - began_s - self.in_collectives
 
         WorkerProc._execute_worker_rpc = timed_call
 
-    def take_pass_times(self) -> list[float]:
-        """Return the CPU times of all passes since the last call."""
-        passes, self.passes = self.passes, []
-        return passes
+    def take_passes(self) -> list[float]:
+        """Return the CPU time of each pass. The first is recorded, the second is not, and so on."""
+        return self.passes
 
 
 class Engine:
@@ -180,18 +188,24 @@ def read_slow_ranks(folder: str) -> dict[str, Any]:
 
 
 def estimate_cost(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Return the median of the relative differences, with a 95% interval by resampling."""
-    shares = [with_watch / without - 1 for with_watch, without in pairs]
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(shares, k=len(shares))) for _ in range(2000))
-    return {"median": statistics.median(shares), "low": medians[50], "high": medians[1950]}
+    """Return the median difference of a recorded pass and the next one, with a 95% interval."""
+    more, chance = [first - second for first, second in pairs], random.Random(0)
+    medians = sorted(statistics.median(chance.choices(more, k=len(more))) for _ in range(1000))
+    pass_s = statistics.median(second for _, second in pairs)
+    return {
+        "pairs": len(pairs),
+        "pass_cpu_s": pass_s,
+        "share": statistics.median(more) / pass_s,
+        "low": medians[25] / pass_s,
+        "high": medians[975] / pass_s,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clean", type=int, default=0)
     parser.add_argument("--slow", type=int, default=0)
-    parser.add_argument("--pairs", type=int, default=0)
+    parser.add_argument("--passes", type=int, default=0, help="to measure the cost")
     parser.add_argument("--tokens", type=int, default=240)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -220,28 +234,18 @@ def main(arguments: list[str] | None = None) -> int:
             results[kind].append({"planted_s": slept_s, **read_slow_ranks(run)})
             print(kind, results[kind][-1], flush=True)
         engine.call("slow_down", args=(SLOW_RANK, 0.0))
-        engine.call("time_passes")
-        pairs: list[dict[bool, float]] = []
-        for number in range(options.pairs):
-            pairs.append({})
-            for watched in (True, False) if number % 2 else (False, True):
-                if watched:
-                    engine.call("start_watch")
-                    # The sidecar imports its libraries for some seconds.
-                    time.sleep(_SETTLE_S)
-                engine.generate(_WARM_UP)
-                engine.call("take_pass_times")
+        if options.passes:
+            engine.call("start_watch")
+            engine.generate(_WARM_UP)
+            # The sidecar imports its libraries for some seconds.
+            time.sleep(_SETTLE_S)
+            engine.call("alternate")
+            while len((ranks := engine.call("take_passes"))[0]) < options.passes:
                 answers.append(engine.generate(options.tokens))
-                passes = [each for rank in engine.call("take_pass_times") for each in rank]
-                # Other programs make some passes longer.
-                pairs[-1][watched] = statistics.median(passes)
-                if watched:
-                    engine.call("stop_watch")
-            print("pair", pairs[-1], flush=True)
+            pairs = [pair for rank in ranks for pair in zip(rank[::2], rank[1::2], strict=False)]
+            results["cost"] = estimate_cost(pairs)
+            print(results["cost"], flush=True)
         results["same_tokens"] = all(each == expected for each in answers)
-        if len(pairs) > 1:
-            results["cost"] = estimate_cost([(each[True], each[False]) for each in pairs])
-            results["pass_cpu_s"] = statistics.median(each[False] for each in pairs)
         engine.shut_down()
         print(json.dumps(results), flush=True)
     return 0

@@ -37,11 +37,15 @@ def test_plugin_imports_nothing_if_recording_is_not_switched_on() -> None:
 
 @needs_vllm
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_slowed_rank_of_an_engine_is_named_and_tokens_are_unchanged() -> None:
     """A layer of rank 1 of 2 sleeps. Without the sleep no rank is named."""
     done = subprocess.run(
-        [PYTHON, "-m", "benchmarks.serving_verdicts", "--clean", "1", "--slow", "1"],
-        cwd=ROOT, capture_output=True, text=True, timeout=280,
+        [
+            PYTHON, "-m", "benchmarks.serving_verdicts", "--clean", "1", "--slow", "1",
+            "--tokens", "100", "--hidden", "256", "--layers", "4", "--sleep", "0.1",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=850,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -279,24 +279,32 @@ class _CommunicatorCall:
         )
         numbers = _numbers.setdefault(name, itertools.count())
         call, issue, returned = self._call, recorder.issue, recorder.returned
-        end = unknown = int(EndDetection.UNKNOWN)
+        begin_wait, end_wait = recorder.begin_wait, recorder.end_wait
+        by_wait, unknown = int(EndDetection.BY_WAIT), int(EndDetection.UNKNOWN)
         failed, has_equal_sizes = int(Flag.EXCEPTION), not self._method.endswith("v")
-        if self._group.device.type == "cpu":
-            end = int(EndDetection.BY_RETURN)
-        else:
+        on_cpu = self._group.device.type == "cpu"
+        if not on_cpu:
             self._session.metadata.device_groups.add((name, self._group.device.type))
 
         @functools.wraps(call)
         def recorded(input_: Any, *args: Any, **kwargs: Any) -> Any:
-            ticket = issue(name_id, slot, next(numbers), 0, input_.nbytes if has_equal_sizes else 0)
+            size = input_.nbytes if has_equal_sizes else 0
+            ticket = issue(name_id, slot, next(numbers), 0, size)
+            if ticket is None:
+                return call(input_, *args, **kwargs)
+            waits, raised = False, True
+            if on_cpu:
+                # The call blocks until the end. As a wait, it has its own time without a CPU.
+                returned(ticket, by_wait)
+                waits = begin_wait()
             try:
                 result = call(input_, *args, **kwargs)
-            except BaseException:
-                if ticket is not None:
-                    returned(ticket, unknown, failed)
-                raise
-            if ticket is not None:
-                returned(ticket, end)
+                raised = False
+            finally:
+                if waits:
+                    end_wait(raised)
+                elif not on_cpu:
+                    returned(ticket, unknown, failed if raised else 0)
             return result
 
         return recorded
