@@ -281,12 +281,13 @@ class Publish(TrainerCallback):
                 if name.startswith("engine"):
                     post(port, "/weights", values.numpy().tobytes())
             perf.event("weights_publish_end")
+        end_s = time.monotonic()
         # No rank asks for samples of old weights.
         dist.barrier()
         self._log.write(
             what="iteration", iteration=self._rollouts.iteration, start=self._rollouts.started_s,
             complete=calls[0][0], steps_begin=calls[0][0], steps_end=steps_end_s,
-            own=sum(end - begin for begin, end in calls), end=time.monotonic(),
+            own=sum(end - begin for begin, end in calls), end=end_s,
         )  # fmt: skip
         calls.clear()
 

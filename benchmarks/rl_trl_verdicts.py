@@ -44,13 +44,12 @@ def read_truth(folder: Path) -> dict[str, float]:
     rows = [row for row in iterations if row["what"] == "iteration"]
     for row in rows[1:]:
         at = row["iteration"]
-        # The rank whose reward ended last, and its sample whose last turn ended last.
-        rank = max(range(2), key=lambda rank: rewards[rank][at]["end"])
+        # All ranks wait for the sample whose last turn ended last.
         last = max(
-            range(rank * PER_RANK, (rank + 1) * PER_RANK),
+            range(2 * PER_RANK),
             key=lambda index: max(each["end"] for each in turns[at, index]),
         )
-        reward, tool = rewards[rank][at], tools[f"{at}-{last}"]
+        reward, tool = rewards[last // PER_RANK][at], tools[f"{at}-{last}"]
         sums["rollout"] += row["complete"] - row["start"]
         sums["generation"] += sum(each["end"] - each["begin"] for each in turns[at, last])
         sums["tool"] += tool["end"] - tool["begin"]

@@ -146,6 +146,8 @@ def test_every_library_has_hooks_and_a_tested_version(monkeypatch: pytest.Monkey
 
 def test_explicit_role_wins_over_a_detected_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_process", recording._Process())
+    recording.detect_role("other", "")
+    assert not recording._process.is_detected
     recording.detect_role("trainer", "rank 0")
     assert (recording._process.role, recording._process.is_detected) == ("trainer", True)
 

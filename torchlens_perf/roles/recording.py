@@ -71,8 +71,8 @@ def role(role: str, name: str = "") -> None:
 
 
 def detect_role(role: str, name: str) -> None:
-    """Set the role of this process unless its user has set one."""
-    if not _process.is_set:
+    """Set the role of this process unless its user has set one. "other" is no role that was detected."""
+    if not _process.is_set and role != "other":
         _set_role(role, name, detected=True)
 
 
