@@ -109,13 +109,20 @@ def draw_lanes(lanes: IterationLanes) -> tuple[str, str, Element]:
         )
         for each in lanes.lanes
     ]
-    legend = [_tag("li", _swatch(key), _tag("span", text=words)) for key, words in _LEGEND.items()]
-    times = [_tag("span", text="0"), _tag("span", text=format_duration(lanes.seconds))]
     return title, caption, _tag(
         "div",
-        _tag("ul", *legend, class_="legend"),
+        _tag(
+            "ul",
+            *(_tag("li", _swatch(key), _tag("span", text=words)) for key, words in _LEGEND.items()),
+            class_="legend",
+        ),
         _tag("div", _tag("ul", *names), _draw(lanes, f"{title}. {caption}"), class_="lanes"),
-        _tag("p", *times, class_="lane-times"),
+        _tag(
+            "p",
+            _tag("span", text="0"),
+            _tag("span", text=format_duration(lanes.seconds)),
+            class_="lane-times",
+        ),
     )  # fmt: skip
 
 

@@ -23,14 +23,16 @@ from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.run_contents import collect_ranks
 from torchlens_perf.page.gather.step_choice import choose_ranks
 from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
+from torchlens_perf.page.gather.step_trace import LANES
 from torchlens_perf.page.gather.whole_steps import read_rank_records
 from torchlens_perf.report.run_report import load_report_and_states
+from torchlens_perf.roles.slices import read_slices
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.hardware_samples import GPUS
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 from torchlens_perf.store.segments import find_kept_step_range
-from torchlens_perf.timeline.slices import MatchedCollective, Track, build_tracks
+from torchlens_perf.timeline.slices import MatchedCollective, Slice, Track, build_tracks
 from torchlens_perf.timeline.trace_writer import TraceWriter
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.words.report import Report
@@ -90,8 +92,8 @@ def write_trace(
         begins = sorted(each["since_step"] for each in slow)
         first, last = _choose_window(source, first, last, begins, limit_bytes, notes)
     partial = path.parent / f".{path.name}.partial"
-    heads = build_headlines(report, str(run.path))
     try:
+        heads = build_headlines(report, str(run.path))
         _write_events(partial, source, report, heads, first, last, advanced)
         size = partial.stat().st_size
         os.replace(partial, path)
@@ -218,6 +220,11 @@ def _write_events(
             writer.write_track(track, arrows)
         _write_rank_counters(writer, source, steps, offset_of)
         advanced(number + 1, len(batches))
+    # All processes with roles are on one node.
+    for process, row, found in read_slices(
+        source.run, source.notes, begin_ns, next(iter(offset_of.values()))
+    ):
+        writer.write_track(Track(process, len(LANES), row, [Slice(*found, "roles")]), {})
     writer.close()
 
 
@@ -295,8 +302,9 @@ def _write_findings(
             unix_s = datetime.datetime.fromisoformat(since).timestamp()
             at_ns = max(begin_ns, round(unix_s * 1e9))
         texts = {"finding": head.sentence, "cause": head.cause, "next": head.action}
-        shown = {name: printable(text) for name, text in texts.items() if text}
-        writer.write_instant(at_ns, head.status, shown)
+        writer.write_instant(
+            at_ns, head.status, {name: printable(text) for name, text in texts.items() if text}
+        )
 
 
 def _write_gpu_counters(
@@ -308,13 +316,14 @@ def _write_gpu_counters(
 
     columns = ["host", "uuid", "time", *(column for column, _, _ in counters)]
     for row in source.read_rows(source.run.path / GPUS, columns):
-        time_ns, host = row["time"], row["host"]
-        if host not in hosts or time_ns < begin_ns:
+        if row["host"] not in hosts or row["time"] < begin_ns:
             continue
         for column, name, unit in counters:
             if row.get(column) is not None:
                 counter = f"{name} {str(row['uuid'])[:12]}"
-                writer.write_counter(str(host), counter, unit, time_ns, float(row[column]))
+                writer.write_counter(
+                    f"host {row['host']}", counter, unit, row["time"], float(row[column])
+                )
 
 
 def _describe_trace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,8 @@ class Slice(NamedTuple):
 class Track(NamedTuple):
     """Slices of one rank that nest in each other, in order of start."""
 
-    rank: int
+    rank: Any
+    """A rank (int), or the name of another process."""
     lane: int
     """Index in LANES."""
     row: int

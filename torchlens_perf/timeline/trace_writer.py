@@ -23,7 +23,7 @@ _FINDINGS = 2_000_000_000
 _HOSTS = 1_000_000
 # Thread ids are PROCESS * _TRACKS + order: no thread is the main thread of its process.
 _TRACKS, _ROWS = 1000, 100
-_LANE_TITLES = ("phases and modules", *LANES[1:])
+_LANE_TITLES = ("phases and modules", *LANES[1:], "work")
 _printable = functools.lru_cache(4096)(printable)
 
 
@@ -58,7 +58,7 @@ class TraceWriter:
             self._write(self._describe_slice(each, track.rank, process, thread, arrows))
 
     def write_counter(self, owner: int | str, name: str, unit: str, ns: int, value: float) -> None:
-        """Write a value of a rank (int) or of a host (str)."""
+        """Write a value of a rank (int) or of something else (its name)."""
         self._write({
             "ph": "C", "pid": self._find_or_add_process(owner), "ts": self._microseconds(ns),
             "name": _printable(name), "args": {unit: value},
@@ -106,7 +106,7 @@ class TraceWriter:
 
     def _find_or_add_process(self, owner: int | str) -> int:
         if owner not in self._processes:
-            name, number = f"host {owner}", _HOSTS + len(self._processes)
+            name, number = str(owner), _HOSTS + len(self._processes)
             if isinstance(owner, int):
                 name = printable(f"rank {owner} on {self._host_of.get(owner, '?')}")
                 number = owner + 1
