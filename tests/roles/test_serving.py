@@ -54,6 +54,7 @@ def test_slowed_rank_of_an_engine_is_named_and_tokens_are_unchanged() -> None:
     assert found["same_tokens"]
     assert clean["slow"] == []
     assert {each["rank"] for each in slow["slow"]} == {1}
+    assert "workload" not in slow["slow"][0]["text"]
     assert slow["slow"][0]["cost_s"] == pytest.approx(slow["planted_s"], rel=0.5)
     assert clean["sections"]["prefill"] == 2
     # One pass makes the first token, and one rank has one call in each step.

@@ -246,6 +246,10 @@ def test_more_workload_is_relative_to_the_median_of_the_other_ranks() -> None:
     job = Job.of(2, 50, noise=0.0).slow(1, 20)
     job.workload[:] = np.array([[100], [130]])
     assert episode_of(job).more_workload == pytest.approx(0.3)
+    # Some steps have more work on all ranks.
+    job.workload[:] = 100
+    job.workload[:, ::8] = 1000
+    assert episode_of(job).more_workload == 0.0
 
 
 def test_usual_times_of_many_ranks_are_computed_from_a_sample() -> None:

@@ -137,7 +137,7 @@ def measure_episode(
     )
     load = window.workload[np.ix_(np.append(sample, index), at)].astype(np.float64)
     more_workload = episode.more_workload
-    if np.isfinite(load).all() and (typical := float(np.median(load[:-1]))) > 0:
+    if np.isfinite(load).all() and (typical := float(np.median(load[:-1], axis=0).mean())) > 0:
         more_workload = float(load[-1].mean()) / typical - 1
     phase, phase_excess_ns, by_host = episode.phase, excess_ns, False
     if phase != "cpu":
