@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.stragglers.findings import MORE_WORK, Cause, Diagno
 
 _TOKENS, _SHARE = "expert_ktokens", "expert_share"
 _SUBJECT = "tokens of its experts"
-_PHASES = ("forward", "backward", "compute", "recompute", "cpu")
+_PHASES = ("forward", "backward", "compute", "recompute")
 """Phases in which experts compute."""
 
 
