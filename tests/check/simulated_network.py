@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from torchlens_perf.check.figures import RankFigures
+from torchlens_perf.check.figures import DEVICE_FLOORS, TRANSFERS, RankFigures
 from torchlens_perf.check.links import Rates, judge_links
 from torchlens_perf.check.tournament import Pair, Transfer, plan_rounds
 from torchlens_perf.verdicts.verdict import Verdict
@@ -70,7 +70,7 @@ class Network:
         plan = plan_rounds(
             [[rank] for rank in range(self.nodes)],
             self.count_possible,
-            lambda rows: Rates(rows).bad,
+            lambda rows: Rates(rows, DEVICE_FLOORS[TRANSFERS]).bad,
         )
         found: list[Transfer] = []
         batch = next(plan, None)
@@ -84,6 +84,6 @@ class Network:
 
     def describe_ranks(self) -> list[RankFigures]:
         return [
-            RankFigures(rank, 0, f"n{rank}", "CPU", "a CPU", f"leaf{rank // self.per_switch}")
+            RankFigures(rank, 0, f"n{rank}", "a GPU", "a CPU", f"leaf{rank // self.per_switch}")
             for rank in range(self.nodes)
         ]

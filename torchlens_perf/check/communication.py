@@ -11,7 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from torchlens_perf.check.figures import GroupTime
+from torchlens_perf.check.figures import COLLECTIVES, TRANSFERS, GroupTime
+from torchlens_perf.check.judge import find_floor
 from torchlens_perf.check.links import Rates
 from torchlens_perf.check.machine import ROUNDS, time_calls
 from torchlens_perf.check.ranks import Ranks
@@ -21,7 +22,7 @@ from torchlens_perf.run.processes import read_kernel_text
 
 _SIZES = {"cpu": (1 << 14, 1 << 19, 1 << 22), "cuda": (1 << 16, 1 << 22, 1 << 27)}
 """Sizes of collectives by device, in bytes."""
-_TRANSFER_BYTES = {"cpu": 1 << 23, "cuda": 1 << 28}
+_TRANSFER_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
 _FIRST_ROUNDS = 64
 
 
@@ -42,20 +43,20 @@ def measure_groups(ranks: Ranks, mesh: dict[str, int], budget_s: float) -> Itera
         ranks.device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh)
     )
     sizes = _SIZES[ranks.device.type]
-    for name, size in itertools.product(mesh, sizes):
+    for name, size in itertools.product((each for each in mesh if mesh[each] > 1), sizes):
         group = made.get_group(name)
         members = tuple(dist.get_process_group_ranks(group))
         # All ranks have the same bytes, which divide by the number of ranks.
         part = torch.zeros(max(1, size // 4 // len(members)), device=ranks.device)
         whole = part.repeat(len(members))
-        calls: dict[str, Callable[[], object]] = {
-            "allreduce": partial(dist.all_reduce, whole, group=group),
-            "allgather_base": partial(dist.all_gather_into_tensor, whole, part, group=group),
-            "reduce_scatter_base": partial(dist.reduce_scatter_tensor, part, whole, group=group),
-            "alltoall_base": partial(dist.all_to_all_single, whole.clone(), whole, group=group),
-            "broadcast": partial(dist.broadcast, whole, members[0], group=group),
-        }
-        for operation, call in calls.items():
+        calls: tuple[Callable[[], object], ...] = (
+            partial(dist.all_reduce, whole, group=group),
+            partial(dist.all_gather_into_tensor, whole, part, group=group),
+            partial(dist.reduce_scatter_tensor, part, whole, group=group),
+            partial(dist.all_to_all_single, whole.clone(), whole, group=group),
+            partial(dist.broadcast, whole, members[0], group=group),
+        )
+        for operation, call in zip(COLLECTIVES, calls, strict=True):
             ranks.meet(f"{operation} in {name}")
             time_calls(call, 2, ranks.device)
             slowest_s = torch.tensor(time_calls(call, 3, ranks.device))
@@ -68,28 +69,30 @@ def measure_groups(ranks: Ranks, mesh: dict[str, int], budget_s: float) -> Itera
 
 
 def measure_links(ranks: Ranks, nodes: Sequence[Sequence[int]], seconds: float) -> list[Transfer]:
-    """Return the transfers between pairs of ranks, which rank 0 chooses. Others return their own."""
+    """Return the transfers between pairs of ranks. All ranks make the same plan of the same values."""
     begin_s, rounds, found = time.monotonic(), 0, list[Transfer]()
     payload = torch.zeros(
         _TRANSFER_BYTES[ranks.device.type], dtype=torch.uint8, device=ranks.device
     )
+    floor = find_floor(TRANSFERS, ranks.device_name)
 
     def count_possible() -> int:
-        spent_s = time.monotonic() - begin_s
-        return max(0, int(rounds * (seconds - spent_s) / spent_s)) if rounds else _FIRST_ROUNDS
+        left = 1 - (time.monotonic() - begin_s) / seconds
+        # The value of rank 0 counts.
+        return ranks.share(
+            max(0, int(rounds * left / max(1e-6, 1 - left))) if rounds else _FIRST_ROUNDS
+        )
 
-    plan = plan_rounds(nodes, count_possible, lambda rows: Rates(rows).bad)
-    batch = ranks.share(next(plan, []) if ranks.rank == 0 else None)
-    while batch:
-        ranks.meet("transfers between pairs")
-        mine = [(min(pair), max(pair)) for each in batch for pair in each if ranks.rank in pair]
-        own = [each for pair in mine for each in _measure_pair(ranks, pair, payload)]
-        rows = [row for each in ranks.gather(own, list[Transfer]) for row in each]
-        found, rounds = found + rows, rounds + len(batch)
-        with contextlib.suppress(StopIteration):
-            batch = []
-            batch = plan.send(rows) if ranks.rank == 0 else []
-        batch = ranks.share(batch)
+    plan = plan_rounds(nodes, count_possible, lambda rows: Rates(rows, floor).bad)
+    with contextlib.suppress(StopIteration):
+        batch = next(plan)
+        while True:
+            ranks.meet("transfers between pairs")
+            mine = [pair for each in batch for pair in each if ranks.rank in pair]
+            own = [each for pair in mine for each in _measure_pair(ranks, pair, payload)]
+            rows = [row for each in ranks.gather(own, list[Transfer]) for row in each]
+            found, rounds = found + rows, rounds + len(batch)
+            batch = plan.send(rows)
     return found
 
 
@@ -97,23 +100,15 @@ def _measure_pair(ranks: Ranks, pair: Pair, payload: torch.Tensor) -> Iterator[T
     """Measure both directions, and yield the one that this rank receives."""
     for sender, receiver in (pair, pair[::-1]):
         sends, peer = ranks.rank == sender, receiver if ranks.rank == sender else sender
-        token, lost = torch.zeros(1), torch.zeros(1)
+        token, before = torch.zeros(1), _read_segments()
         _exchange(payload[:1], peer, sends=sends)
-        if sends:
-            _exchange(token, peer, sends=False)
-            before = _read_segments()
-            _exchange(payload, peer, sends=True)
-            _exchange(token, peer, sends=False)
-            sent, repeated = (
-                after - at for at, after in zip(before, _read_segments(), strict=True)
-            )
-            lost[0] = repeated / max(1, sent)
-            _exchange(lost, peer, sends=True)
-        else:
-            _exchange(token, peer, sends=True)
-            spent_s = time_calls(partial(_exchange, payload, peer, sends=False), 1, ranks.device)
-            _exchange(token, peer, sends=True)
-            _exchange(lost, peer, sends=False)
+        _exchange(token, peer, sends=not sends)
+        spent_s = time_calls(partial(_exchange, payload, peer, sends=sends), 1, ranks.device)
+        _exchange(token, peer, sends=not sends)
+        sent, again = (after - at for at, after in zip(before, _read_segments(), strict=True))
+        lost = torch.tensor([again / max(1, sent + again)])
+        _exchange(lost, peer, sends=sends)
+        if not sends:
             yield Transfer(sender, receiver, payload.nbytes / spent_s, float(lost))
 
 

@@ -1,28 +1,28 @@
-"""Quantities that are measured, and the values that each rank measured. Pure."""
+"""Quantities of a check, and the values that each rank measured. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec import Struct, field
+
+from torchlens_perf.analysis.collectives.semantics import bus_bandwidth
+from torchlens_perf.analysis.statistics.quantities import format_bytes
 
 
 class Quantity(NamedTuple):
     """One quantity, and how values of equal machines are compared."""
 
     unit: str
-    """B/s, FLOP/s, B or s. Less is better only for seconds."""
+    """B/s, FLOP/s, B, s, or share: of CPU periods that were not throttled. Only fewer seconds are better."""
     floor: float
     """Least factor between a value and that of its peers that is reported."""
     action: str
 
-    @property
-    def is_exact(self) -> bool:
-        """True if one reading is enough, as for a size."""
-        return self.unit == "B"
-
 
 TRANSFERS = "transfers"
+COLLECTIVES = "allreduce", "allgather_base", "reduce_scatter_base", "alltoall_base", "broadcast"
 _COMPUTE = "run a longer test of {subject}, look at its clocks, limits and other programs."
 _CPU = "look for other programs and CPU limits (cgroups, affinity) on {subject}."
 _DISK = "look at the disk of TMPDIR on {subject}: limits, other programs, remaining space."
@@ -34,19 +34,28 @@ QUANTITIES = {
     "copy from the device": Quantity("B/s", 1.2, "look at the PCIe link of {subject}."),
     "kernel launch": Quantity("s", 1.5, _CPU),
     "one CPU thread": Quantity("s", 1.6, _CPU),
+    "CPU quota": Quantity("share", 1.25, "raise the CPU limit (cgroup quota) of {subject}."),
     "all CPU threads": Quantity("FLOP/s", 1.6, _CPU),
     "Python import": Quantity("s", 2.5, "move the Python environment of {subject} to a local disk."),
     "disk write": Quantity("B/s", 2.5, _DISK),
     "disk read": Quantity("B/s", 2.5, _DISK),
     "shared memory": Quantity("B", 1.2, "mount a larger /dev/shm (docker run --shm-size)."),
     "free memory": Quantity("B", 1.5, _MEMORY),
-    TRANSFERS: Quantity("B/s", 1.6, "test cables, NICs and switch ports of {subject}."),
+    **dict.fromkeys(COLLECTIVES, Quantity("B/s", 2.0, "test the network of {subject}.")),
+    TRANSFERS: Quantity("B/s", 2.0, "test cables, NICs and switch ports of {subject}."),
     "MTU": Quantity("B", 1.01, "set the same MTU on {subject} as on the other nodes."),
 }  # fmt: skip
 """Quantities by the first words of their names, such as "matmul" of "matmul bfloat16"."""
-ON_DEVICE = ("matmul", "memory bandwidth", "copy to the device", "copy from the device")
-"""Quantities with a small spread on a GPU, where `DEVICE_FLOOR` replaces the floor."""
-DEVICE_FLOOR = 1.08
+CPU_TIME = "one CPU", "CPU quota", "all CPU"
+"""First words of quantities that are worse on a rank without CPU time."""
+DEVICE_FLOORS = {
+    "matmul": 1.08,
+    "memory bandwidth": 1.08,
+    "copy": 1.15,
+    TRANSFERS: 1.3,
+    "collective": 1.3,
+}
+"""Floors of ranks with a GPU, whose values vary less."""
 
 
 def find_quantity(name: str) -> Quantity:
@@ -65,9 +74,18 @@ class GroupTime(Struct, frozen=True, array_like=True):
     """Size by nccl-tests, from which the bus bandwidth is computed."""
     seconds: list[float]
 
+    @property
+    def rates(self) -> list[float]:
+        """The bus bandwidths, in bytes per second."""
+        size = len(self.ranks)
+        return [
+            bus_bandwidth(self.operation, size, self.bytes, each * 1e9) or 0.0
+            for each in self.seconds
+        ]
+
 
 class RankFigures(Struct, frozen=True):
-    """The measurements of one rank."""
+    """Values that one rank measured."""
 
     rank: int
     local_rank: int
@@ -89,3 +107,25 @@ class RankFigures(Struct, frozen=True):
     def place(self) -> str:
         """The name of the rank's place, which stays the same if a later job orders ranks anew."""
         return f"{self.host}/{self.local_rank}"
+
+
+def collect(everyone: Iterable[RankFigures]) -> dict[str, dict[str, list[float]]]:
+    """Return the values of all ranks, nodes and groups, by quantity and place, one per round.
+
+    A place is HOST/LOCAL_RANK, a host, or the places of all ranks of a group.
+    """
+    places, found = (
+        {each.rank: each.place for each in everyone},
+        dict[str, dict[str, list[float]]](),
+    )
+    for each in everyone:
+        measured = [(name, each.place, values) for name, values in each.of_rank.items()]
+        measured += [(name, each.host, values) for name, values in each.of_node.items()]
+        measured += [
+            (f"{group.operation}, {format_bytes(group.bytes, 'B')}, {group.mesh}",
+             " ".join(places[rank] for rank in group.ranks), group.rates)
+            for group in each.groups
+        ]  # fmt: skip
+        for name, place, values in measured:
+            found.setdefault(name, {})[place] = values
+    return found

@@ -17,12 +17,13 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
 from torchlens_perf.check.figures import (
-    DEVICE_FLOOR,
-    ON_DEVICE,
+    DEVICE_FLOORS,
     RankFigures,
+    collect,
     find_quantity,
 )
 from torchlens_perf.run.grouping import group_values
+from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
 
 _T = TypeVar("_T")
@@ -58,7 +59,7 @@ class Outlier(Struct, frozen=True):
 
     @property
     def factor(self) -> float:
-        """The number of times by which the value is worse."""
+        """Ratio of the worse value to the better one."""
         ratio = self.value / self.usual
         return ratio if self.unit == "s" else 1 / ratio
 
@@ -92,8 +93,8 @@ class CheckEvidence(Evidence, frozen=True, tag="check"):
 
 def format_value(value: float, unit: str) -> str:
     """Format a value of a quantity with its unit."""
-    if unit == "s":
-        return format_duration(value)
+    if unit in ("s", "share"):
+        return format_duration(value) if unit == "s" else format_percent(value)
     return f"{value:,.0f} B" if unit == "B" and value < 1e5 else format_bytes(value, unit)
 
 
@@ -105,11 +106,9 @@ def find_outliers(
     values: one value per round for each of several equal parts.
     """
     unit = find_quantity(name).unit
-    rounds = min(map(len, values.values()), default=0)
-    if len(values) < 2 or not rounds:
-        return
+    rounds = min(map(len, values.values()))
     table = np.array([each[:rounds] for each in values.values()])
-    if not (table > 0).all():
+    if len(values) < 2 or not rounds or not (table > 0).all():
         return
     badness = np.log(table) * (1 if unit == "s" else -1)
     typical = np.median(badness, axis=1)
@@ -119,56 +118,56 @@ def find_outliers(
         others = np.delete(badness, row, axis=0)
         excess = np.sort(badness[row] - np.median(others, axis=0))[rounds // _ROUNDS_PER_ACCIDENT]
         spread = robust_standard_deviation(np.delete(typical, row))
+        # Rounds differ, so the medians over all rounds must differ as much.
+        excess = min(excess, typical[row] - np.median(np.delete(typical, row)))
         if excess > max(least, SPREAD_FACTOR * spread):
             usual = float(np.median(np.delete(table, row, axis=0)))
             yield key, Outlier(name, unit, float(np.median(table[row])), usual, len(values) - 1)
 
 
 def judge_machines(everyone: Sequence[RankFigures]) -> list[Verdict]:
-    """Return the verdicts on ranks and nodes, by the values that each measured alone."""
-    ranks: dict[int, list[Outlier]] = {}
-    nodes: dict[str, list[Outlier]] = {}
-    for name in dict.fromkeys(name for each in everyone for name in each.of_rank):
-        for alike in _group(everyone, lambda each: f"{each.device} {each.machine}"):
-            values = {each.rank: each.of_rank.get(name, []) for each in alike}
-            for rank, outlier in find_outliers(values, name, find_floor(name, alike[0].device)):
-                ranks.setdefault(rank, []).append(outlier)
-    firsts = [each for each in everyone if each.of_node]
-    for name in dict.fromkeys(name for each in firsts for name in each.of_node):
-        for alike in _group(firsts, lambda each: each.machine):
-            hosts = {each.host: each.of_node[name] for each in alike if name in each.of_node}
-            for host, outlier in find_outliers(hosts, name, find_floor(name, "CPU")):
-                nodes.setdefault(host, []).append(outlier)
-    for mates in _group(everyone, lambda each: each.host):
-        found = [ranks.get(each.rank, []) for each in mates]
-        shared = set.intersection(*({each.quantity for each in one} for one in found))
-        if len(mates) > 1 and (shared or (mates[0].host in nodes and all(found))):
-            nodes.setdefault(mates[0].host, [])[:0] = found[0]
-            for each in mates:
-                ranks.pop(each.rank, None)
-    places = {each.rank: each.host for each in everyone}
+    """Return the verdicts on ranks and nodes, and on groups if no rank or node explains them."""
+    found: dict[str, list[Outlier]] = {}
+    kinds = {each.place: f"{each.device} {each.machine}" for each in everyone}
+    kinds |= {each.host: each.machine for each in everyone}
+    for name, values in collect(everyone).items():
+        alike = group_values((kinds.get(place, len(place.split())), place) for place in values)
+        for places in alike.values():
+            floor = find_floor(name, everyone[0].device)
+            for place, outlier in find_outliers({at: values[at] for at in places}, name, floor):
+                found.setdefault(place, []).append(outlier)
+    for host in {each.host for each in everyone}:
+        mates = [each.place for each in everyone if each.host == host]
+        shared = set.intersection(*({one.quantity for one in found.get(at, ())} for at in mates))
+        if len(mates) > 1 and (shared or (host in found and all(at in found for at in mates))):
+            found[host] = [one for at in (mates[0], host) for one in found.get(at, ())]
+            found = {at: outliers for at, outliers in found.items() if at not in mates}
+    only_groups = all(" " in place for place in found)
     return [
-        *(
-            build_verdict(
-                NODE, f"node {host}", found, [r for r, at in places.items() if at == host]
-            )
-            for host, found in nodes.items()
-        ),
-        *(
-            build_verdict(RANK, f"rank {rank} ({places[rank]})", found, [rank])
-            for rank, found in ranks.items()
-        ),
+        build_verdict(*locate(place, everyone), outliers)
+        for place, outliers in found.items()
+        if only_groups or " " not in place
     ]
+
+
+def locate(place: str, everyone: Iterable[RankFigures]) -> tuple[str, str, list[int]]:
+    """Return the kind of a verdict on a place, the words for the place, and its ranks."""
+    ranks = [each.rank for each in everyone if each.place in place.split() or each.host == place]
+    if " " in place:
+        return GROUP, f"communication of {format_rank_list(ranks)}", ranks
+    if "/" in place:
+        return RANK, f"rank {ranks[0]} ({place.rpartition('/')[0]})", ranks
+    return NODE, f"node {place}", ranks
 
 
 def find_floor(name: str, device: str) -> float:
     """Return the least factor that is reported. device: "CPU", or the model of the GPU."""
-    is_steady = device != "CPU" and name.startswith(ON_DEVICE)
-    return DEVICE_FLOOR if is_steady else find_quantity(name).floor
+    steady = (floor for start, floor in DEVICE_FLOORS.items() if name.startswith(start))
+    return next(steady if device != "CPU" else iter(()), find_quantity(name).floor)
 
 
 def build_verdict(
-    kind: str, subject: str, found: Iterable[Outlier], ranks: Sequence[int], reason: str = ""
+    kind: str, subject: str, ranks: Sequence[int], found: Iterable[Outlier] = (), reason: str = ""
 ) -> Verdict:
     """Return the verdict on a part, with its worst value first."""
     worst = tuple(sorted(found, key=lambda each: -each.factor))
@@ -179,10 +178,10 @@ def build_verdict(
         confidence=0.9,
         action=action.format(subject=subject),
         evidence=CheckEvidence(
-            ranks=tuple(ranks), subject=printable(subject), found=worst, reason=reason
+            ranks=tuple(ranks),
+            cause=worst[0].quantity if worst else "",
+            subject=printable(subject),
+            found=worst,
+            reason=reason,
         ),
     )
-
-
-def _group(everyone: Iterable[RankFigures], key: object) -> list[list[RankFigures]]:
-    return list(group_values((key(each), each) for each in everyone).values())  # type: ignore[operator]

@@ -12,8 +12,8 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
-from torchlens_perf.check.figures import TRANSFERS, RankFigures, find_quantity
-from torchlens_perf.check.judge import LINK, SPREAD_FACTOR, Outlier, build_verdict
+from torchlens_perf.check.figures import TRANSFERS, RankFigures
+from torchlens_perf.check.judge import LINK, SPREAD_FACTOR, Outlier, build_verdict, find_floor
 from torchlens_perf.check.tournament import Pair, Transfer
 from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.rank_ranges import format_rank_list
@@ -23,6 +23,8 @@ _USUAL = 0.75
 """Quantile of the rates that is the usual one: of four nodes, one bad port slows half of the pairs."""
 _MOST_LOST = 0.01
 """Share of segments that TCP sends again above which a link loses data."""
+_LEAST_ROWS = 3
+"""Least number of measurements that prove that a single link is bad."""
 _MOST = 0.7
 """Least share of bad pairs of a bad port."""
 
@@ -42,11 +44,12 @@ class _Part(NamedTuple):
 class Rates:
     """The rates of all measured pairs of one kind: within nodes, or between nodes."""
 
-    def __init__(self, transfers: Iterable[Transfer]) -> None:
+    def __init__(self, transfers: Iterable[Transfer], floor: float) -> None:
+        """floor: least factor between a rate and the usual one that is bad."""
         alike = group_values(((each.sender, each.receiver), each) for each in transfers)
         # Other work of a node makes a transfer slower, never faster.
         self.rates = {pair: max(each.bytes_per_s for each in rows) for pair, rows in alike.items()}
-        self.once = {pair for pair, rows in alike.items() if len(rows) == 1}
+        self.rare = {pair for pair, rows in alike.items() if len(rows) < _LEAST_ROWS}
         self.lost = {pair: median(each.lost_share for each in rows) for pair, rows in alike.items()}
         self.bad: set[Pair] = set()
         if not alike:
@@ -57,12 +60,11 @@ class Rates:
             for pair, rows in alike.items() for each in rows if len(rows) > 2
         ]  # fmt: skip
         spread = robust_standard_deviation(np.array(noise)) if noise else 0.0
-        least = math.log(find_quantity(TRANSFERS).floor)
         most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
         for pair, rate in self.rates.items():
             excess = math.log(self.usual / rate)
             if self.lost[pair] > most_lost or excess > max(
-                least, SPREAD_FACTOR * spread / math.sqrt(len(alike[pair]))
+                math.log(floor), SPREAD_FACTOR * spread / math.sqrt(len(alike[pair]))
             ):
                 self.bad.add(pair)
 
@@ -81,8 +83,7 @@ class Rates:
                 explained = frozenset(pair for pair in bad if group.intersection(pair))
                 yield _Part(frozenset(group), are_bad[0], are_bad[1], explained)
                 bad = bad - explained
-        # A single measurement proves nothing about one link.
-        bad = bad - self.once
+        bad = bad - self.rare
         for a, b in sorted(bad):
             if a < b or (b, a) not in bad:
                 both = {(a, b), (b, a)} & bad
@@ -107,10 +108,16 @@ def list_nodes(everyone: Iterable[RankFigures]) -> list[list[int]]:
 
 def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) -> list[Verdict]:
     """Return the verdicts on links, ports and switches."""
-    hosts = {each.rank: each.host for each in everyone}
+    hosts, floor = (
+        {each.rank: each.host for each in everyone},
+        find_floor(TRANSFERS, everyone[0].device),
+    )
     nodes, found = list_nodes(everyone), []
     inside, between = (
-        Rates(each for each in transfers if (hosts[each.sender] == hosts[each.receiver]) is same)
+        Rates(
+            (each for each in transfers if (hosts[each.sender] == hosts[each.receiver]) is same),
+            floor,
+        )
         for same in (True, False)
     )
     for node in nodes:
@@ -160,4 +167,4 @@ def _build_link_verdict(
     lost = max(rates.lost[pair] for pair in pairs)
     reason = f"TCP sent {format_percent(lost)} of the segments again" if lost > _MOST_LOST else ""
     outlier = Outlier(TRANSFERS, "B/s", value, rates.usual, len(rates.rates) - len(rates.bad))
-    return build_verdict(LINK, subject, [outlier], ranks, reason)
+    return build_verdict(LINK, subject, ranks, [outlier], reason)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
@@ -28,7 +29,7 @@ Measure: TypeAlias = Callable[[float], float]
 CPU = torch.device("cpu")
 ROUNDS = 5
 """Number of times that each quantity is measured."""
-_LOOPS = 20_000
+_LOOPS, _SIZE = 20_000, 512
 _BLOCK = bytes(1 << 20)
 _MOST_FILE_BYTES = 1 << 28
 # ioctl(2) of <linux/sockios.h> and flags of <net/if.h>.
@@ -51,17 +52,14 @@ def time_call(call: Callable[[], object], budget_s: float, device: torch.device)
 
 def time_calls(call: Callable[[], object], count: int, device: torch.device) -> float:
     """Return the mean seconds of calls, by the clock of the GPU if the device is one."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * (device.type == "cuda"))]
-    begin_s = time.perf_counter()
-    for event in events[:1]:
-        event.record()
-    for _ in range(count):
-        call()
-    if not events:
-        return (time.perf_counter() - begin_s) / count
-    events[1].record()
-    events[1].synchronize()
-    return float(events[0].elapsed_time(events[1])) / 1e3 / count
+    if device.type == "cpu":
+        return timeit.timeit(call, number=count) / count
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    timeit.timeit(call, number=count)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 def list_rank_measures(device: torch.device) -> dict[str, Measure]:
@@ -90,18 +88,59 @@ def list_rank_measures(device: torch.device) -> dict[str, Measure]:
         )
         found["kernel launch"] = lambda budget_s: time_call(lambda: one.add_(1), budget_s, CPU)
     found["one CPU thread"] = lambda budget_s: time_call(lambda: sum(range(_LOOPS)), budget_s, CPU)
-    return found
+    group = ControlGroup(os.getpid())
+    before = group.quota_periods() or (0, 0)
+
+    def measure_quota(_: float) -> float:
+        periods, throttled = group.quota_periods() or before
+        return 1 - min(0.999, (throttled - before[1]) / max(1, periods - before[0]))
+
+    return found | {"CPU quota": measure_quota}
 
 
 def list_node_measures() -> dict[str, Measure]:
     """Return the measures of a node, which its first rank makes."""
     file: Any = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # The process ends soon.
+    a = torch.ones(_SIZE, _SIZE)
+    multiply = functools.partial(torch.mm, a, a, out=a.clone())
+
+    def measure_all_threads(budget_s: float) -> float:
+        before = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        seconds = time_call(multiply, budget_s, CPU)
+        torch.set_num_threads(before)
+        return 2.0 * _SIZE**3 / seconds
+
+    def write() -> int:
+        os.fdatasync(file.fileno())
+        return int(file.write(_BLOCK))
+
+    def measure_writing(budget_s: float) -> float:
+        file.seek(0)
+        return _measure_rate(write, budget_s)
+
+    def measure_reading(budget_s: float) -> float:
+        # Read from the disk instead of the page cache.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        return _measure_rate(lambda: len(file.read(len(_BLOCK))), budget_s)
+
     return {
-        "all CPU threads": _measure_all_threads,
-        "Python import": lambda _: _time_import(),
-        "disk write": lambda budget_s: _write(file, budget_s),
-        "disk read": lambda budget_s: _read(file, budget_s),
+        "all CPU threads": measure_all_threads,
+        "Python import": _measure_import,
+        "disk write": measure_writing,
+        "disk read": measure_reading,
     }
+
+
+def _measure_rate(step: Callable[[], int], budget_s: float) -> float:
+    """Return the bytes per second of steps, which return their bytes."""
+    begin_s, total = time.perf_counter(), 0
+    while count := step():
+        total += count
+        if time.perf_counter() - begin_s >= budget_s or total >= _MOST_FILE_BYTES:
+            break
+    return total / (time.perf_counter() - begin_s)
 
 
 def read_sizes() -> dict[str, float]:
@@ -121,19 +160,7 @@ def describe_machine() -> str:
     return f"{os.cpu_count()} x {models[0] if models else os.uname().machine}"
 
 
-def _measure_all_threads(budget_s: float) -> float:
-    before, size = torch.get_num_threads(), 512
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    a = torch.ones(size, size)
-    out = a.clone()
-    try:
-        seconds = time_call(lambda: torch.mm(a, a, out=out), budget_s, CPU)
-    finally:
-        torch.set_num_threads(before)
-    return 2.0 * size**3 / seconds
-
-
-def _time_import() -> float:
+def _measure_import(_: float) -> float:
     """Return the seconds of an import in a new process, whose files are read from where they lie."""
     spec = util.find_spec(_IMPORTED)
     for path in Path(str(spec and spec.origin)).parent.rglob("*.*"):
@@ -145,29 +172,6 @@ def _time_import() -> float:
         env={**os.environ, CHILD: "1"}, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     return float(done.stdout)
-
-
-def _write(file: Any, budget_s: float) -> float:
-    file.seek(0)
-    begin, written = time.perf_counter(), 0
-    while True:
-        file.write(_BLOCK)
-        os.fdatasync(file.fileno())
-        written += len(_BLOCK)
-        if (spent_s := time.perf_counter() - begin) >= budget_s or written >= _MOST_FILE_BYTES:
-            return written / spent_s
-
-
-def _read(file: Any, budget_s: float) -> float:
-    """Read what the last call of _write() has written, from the disk instead of the page cache."""
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file.seek(0)
-    begin, read = time.perf_counter(), 0
-    while True:
-        read += (count := len(file.read(len(_BLOCK))))
-        spent_s = time.perf_counter() - begin
-        if not count or spent_s >= budget_s:
-            return read / spent_s
 
 
 def _read_free_memory() -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import require
 from torchlens_perf.run.place.launcher import JobPlace
 
 _T = TypeVar("_T")
@@ -25,7 +25,6 @@ FOUND, UNKNOWN = 1, 3
 _SILENT_S = 10.0
 """A rank whose process gives no sign of life for this long does not respond."""
 _BEAT_S = 1.0
-_PREFIX = "torchlens_perf/check"
 _PORT_OF_JOB = 20_000
 
 
@@ -40,68 +39,45 @@ class Ranks:
         limit_s: time after which the check ends. missing: is called in one rank if ranks do not
         respond, with these ranks and the reason. It returns the exit code of the process.
         """
-        self.rank, self.size = place.rank, place.world_size
         is_on_device = torch.cuda.is_available()
         if is_on_device:
             torch.cuda.set_device((place.local_rank or 0) % torch.cuda.device_count())
+        self.rank, self.size = place.rank, place.world_size
         self.device = torch.device("cuda" if is_on_device else "cpu")
-        self._attendance = None
-        if self.size == 1:
-            return
+        self.device_name = torch.cuda.get_device_name() if is_on_device else "CPU"
         host, port = _find_store(place)
-        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_server = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         limit = timedelta(seconds=limit_s + _SILENT_S)
-        store = dist.TCPStore(
-            host, port, None, self.rank == 0 and not is_hosted, limit, wait_for_workers=False
-        )
-        attempt = f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        self._attendance = _Attendance(
-            dist.PrefixStore(attempt, store.clone()), self.rank, self.size, limit_s, missing
-        )
+        first = dist.TCPStore(host, port, None, is_server, limit, wait_for_workers=False)
+        attempt = f"torchlens_perf/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        store = dist.PrefixStore(attempt, first)
+        self._attendance = _Attendance(store.clone(), place, limit_s, missing)
         self._attendance.start()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_on_device else "gloo",
-            store=dist.PrefixStore(attempt, store),
-            rank=self.rank, world_size=self.size, timeout=limit,
+            store=store, rank=self.rank, world_size=self.size, timeout=limit,
         )  # fmt: skip
 
     def gather(self, value: _T, kind: Any = Any) -> list[_T]:
         """Return the values of all ranks. kind: their type, which msgspec can encode."""
-        if self.size == 1:
-            return [value]
-        data = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
-        longest = torch.tensor(len(data))
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        rows = torch.empty(self.size, int(longest), dtype=torch.uint8)
-        padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8)
-        padded[: len(data)] = data
-        dist.all_gather_into_tensor(rows.view(-1), padded)
-        return [msgspec.json.decode(row.numpy().tobytes(), type=kind) for row in rows]
+        rows: list[Any] = [None] * self.size
+        dist.all_gather_object(rows, msgspec.json.encode(value))
+        return [msgspec.json.decode(row, type=kind) for row in rows]
 
-    def share(self, value: _T | None, kind: Any = Any) -> _T:
-        """Return rank 0's value. Other ranks pass None."""
-        found: Any = self.gather(value, kind | None)[0]
-        return found
+    def share(self, value: _T) -> _T:
+        """Return rank 0's value."""
+        return self.gather(value)[0]
 
     def meet(self, stage: str) -> None:
         """Wait for all ranks. stage: what they do next, for the report on a rank that does not come."""
-        if self._attendance is not None:
-            self._attendance.enter(stage)
-            dist.all_reduce(torch.zeros(1))
+        self._attendance.enter(stage)
+        dist.all_reduce(torch.zeros(1))
 
     def fail(self, error: RuntimeError) -> NoReturn:
         """End the process after an error, when the rank that caused it has been named."""
-        if self._attendance is None:
-            raise error
         self._attendance.give_up(error)
         self._attendance.join()
         os._exit(UNKNOWN)
-
-    def leave(self) -> None:
-        """Leave the process group, if there is one."""
-        if self._attendance is not None:
-            self._attendance.enter("the end")
-            dist.destroy_process_group()
 
 
 class _Attendance(threading.Thread):
@@ -112,17 +88,15 @@ class _Attendance(threading.Thread):
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, limit_s: float,
-        missing: Callable[[list[int], str], int],
-    ) -> None:  # fmt: skip
+        self, store: Any, place: JobPlace, limit_s: float, missing: Callable[[list[int], str], int]
+    ) -> None:
         super().__init__(daemon=True)
         store.set_timeout(timedelta(seconds=_SILENT_S))
-        self._store, self._rank, self._missing = store, rank, missing
+        self._store, self._rank, self._missing = store, place.rank, missing
         # Rank 0 watches all ranks, and rank 1 watches rank 0.
-        self._watched = [*range(1, size)] if rank == 0 else [0] if rank == 1 else []
+        watched = range(1, place.world_size) if place.rank == 0 else range(place.rank == 1)
         self._end_s = time.monotonic() + limit_s
-        self._counts = dict.fromkeys(self._watched, -1)
-        self._seen_s = dict.fromkeys(self._watched, time.monotonic())
+        self._seen = dict.fromkeys(watched, (0, time.monotonic()))
         self._stage = "the start"
 
     def enter(self, stage: str) -> None:
@@ -138,36 +112,29 @@ class _Attendance(threading.Thread):
         while True:
             signal.sigtimedwait([signal.SIGTERM], _BEAT_S)
             now_s = time.monotonic()
-            try:
+            # If the store does not respond, neither does rank 0.
+            with contextlib.suppress(RuntimeError):
                 self._store.add(f"beat/{self._rank}", 1)
-                for rank in self._watched:
-                    count = self._store.add(f"beat/{rank}", 0)
-                    if count != self._counts[rank]:
-                        self._counts[rank], self._seen_s[rank] = count, now_s
-            except RuntimeError:
-                if self._rank == 1:
-                    self._end([0], "its store does not respond")
-                os._exit(UNKNOWN)
-            silent = [rank for rank, seen_s in self._seen_s.items() if now_s - seen_s > _SILENT_S]
-            never = [rank for rank in silent if not self._counts[rank]]
+                for rank, (count, _) in self._seen.items():
+                    if (beats := self._store.add(f"beat/{rank}", 0)) != count:
+                        self._seen[rank] = beats, now_s
+            silent = {
+                rank: count for rank, (count, at) in self._seen.items() if now_s - at > _SILENT_S
+            }
             # Processes may start late, but not later than the end of the check.
-            if late := [rank for rank in silent if rank not in never]:
+            if late := [rank for rank, count in silent.items() if count]:
                 self._end(late, f"gave no sign of life for {_SILENT_S:.0f} s during {self._stage}")
             if now_s > self._end_s:
-                self._end(never or self._find_behind(), f"did not finish {self._stage}")
+                self._end([*silent] or self._find_behind(), f"did not finish {self._stage}")
 
     def _find_behind(self) -> list[int]:
-        stages = {
-            rank: self._store.add(f"stage/{rank}", 0) for rank in (*self._watched, self._rank)
-        }
+        stages = {rank: self._store.add(f"stage/{rank}", 0) for rank in (*self._seen, self._rank)}
         first = min(stages.values())
         return [rank for rank, stage in stages.items() if stage == first < max(stages.values())]
 
-    def _end(self, ranks: list[int], reason: str) -> None:
-        if self._watched and (self._rank == 0 or ranks == [0]):
-            code = self._missing(ranks, reason)
-            sys.stdout.flush()
-            os._exit(code)
+    def _end(self, ranks: list[int], reason: str) -> NoReturn:
+        if self._rank == 0 or ranks == [0]:
+            os._exit(self._missing(ranks, reason))
         time.sleep(2 * _BEAT_S)
         os._exit(UNKNOWN)
 
@@ -175,11 +142,11 @@ class _Attendance(threading.Thread):
 def _find_store(place: JobPlace) -> tuple[str, int]:
     """Return the address of the job's store, by the variables of torch, or of a single node."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host and place.local_world_size == place.world_size:
-        host = "127.0.0.1"
-    if not host:
-        raise ConfigError(
-            "MASTER_ADDR is not set: set it to the host name of rank 0 on all ranks, and MASTER_PORT"
-            " to a free port there"
-        )
-    return host, int(port or _PORT_OF_JOB + os.getppid() % 10_000)
+    if place.world_size == 1:
+        return "127.0.0.1", 0
+    require(
+        bool(host) or place.local_world_size == place.world_size,
+        "MASTER_ADDR is not set: set it to the host name of rank 0 on all ranks, and MASTER_PORT to a"
+        " free port there",
+    )
+    return host or "127.0.0.1", int(port or _PORT_OF_JOB + os.getppid() % 10_000)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-import json
 import os
 import signal
 import socket
-import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
-import torch
+import torch.distributed as dist
 
+from torchlens_perf.check.baseline import build_baseline, exchange_baseline, judge_change
 from torchlens_perf.check.communication import measure_groups, measure_links, parse_mesh
-from torchlens_perf.check.figures import RankFigures
+from torchlens_perf.check.figures import CPU_TIME, RankFigures
 from torchlens_perf.check.judge import NO_ANSWER, build_verdict, judge_machines
 from torchlens_perf.check.links import judge_links, list_nodes
 from torchlens_perf.check.machine import (
@@ -49,56 +49,66 @@ def run_check(options: argparse.Namespace) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     place = detect_place(os.environ, None, read_command_line(os.getppid()))
     mesh = parse_mesh(options.mesh or f"world={place.world_size}", place.world_size)
-    ranks = Ranks(place, 2 * options.seconds + 60, functools.partial(_report_missing, options))
+    ranks = Ranks(place, 3 * options.seconds + 90, functools.partial(_report_missing, options))
     try:
         first = RankFigures(
             rank=place.rank,
             local_rank=place.local_rank or 0,
             host=socket.gethostname(),
-            device=torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU",
+            device=ranks.device_name,
             machine=describe_machine(),
             switch=collect_job_attributes(os.environ).get("network.switch", ""),
         )
         everyone = ranks.gather(first, RankFigures)
         measure_machine(ranks, first, everyone, options.seconds * _MACHINE_SHARE)
-        transfers: list[Transfer] = []
-        if ranks.size > 1:
-            first.groups.extend(measure_groups(ranks, mesh, options.seconds * _GROUPS_SHARE))
-            transfers = measure_links(ranks, list_nodes(everyone), options.seconds * _LINKS_SHARE)
+        first.groups.extend(measure_groups(ranks, mesh, options.seconds * _GROUPS_SHARE))
+        transfers = measure_links(ranks, list_nodes(everyone), options.seconds * _LINKS_SHARE)
         everyone = ranks.gather(first, RankFigures)
-        verdicts = (
-            judge_machines(everyone) + judge_links(transfers, everyone) if ranks.rank == 0 else []
-        )
-        code = ranks.share(report(options, everyone, verdicts) if ranks.rank == 0 else None, int)
-        ranks.leave()
+        code = ranks.share(conclude(options, everyone, transfers) if ranks.rank == 0 else UNKNOWN)
+        dist.destroy_process_group()
     except RuntimeError as error:
         ranks.fail(error)
     return code
 
 
-def report(
-    options: argparse.Namespace, everyone: Sequence[RankFigures], verdicts: Sequence[Verdict]
+def conclude(
+    options: argparse.Namespace, everyone: Sequence[RankFigures], transfers: Sequence[Transfer]
 ) -> int:
-    """Print or write the result, and return the exit code."""
-    is_compared, extent = len(everyone) > 1, describe_extent(everyone)
-    code = FOUND if verdicts else 0 if is_compared else UNKNOWN
+    """Judge, keep the values for later, print or write the result, and return the exit code."""
+    verdicts = judge_machines(everyone)
+    # A rank without CPU time transfers slowly, too.
+    slow = {
+        rank for each in verdicts if each.evidence.cause.startswith(CPU_TIME) for rank in each.ranks
+    }
+    verdicts += [each for each in judge_links(transfers, everyone) if not slow & {*each.ranks}]
+    date = time.strftime("%Y-%m-%d")
+    new = build_baseline(everyone, transfers, date, passed=not verdicts)
+    old = exchange_baseline(new, [each.host for each in everyone])
+    verdicts += judge_change(old, new, everyone) if old else []
+    return _report(
+        options, everyone, verdicts, new.values, is_compared=len(everyone) > 1 or bool(old)
+    )
+
+
+def _report(
+    options: argparse.Namespace, everyone: Sequence[RankFigures], verdicts: Sequence[Verdict],
+    values: Mapping[str, Mapping[str, float]], *, is_compared: bool,
+) -> int:  # fmt: skip
+    code, extent = FOUND if verdicts else 0 if is_compared else UNKNOWN, describe_extent(everyone)
     if options.json:
-        result = {"exit_code": code, "verdicts": verdicts, "ranks": everyone}
-        with contextlib.ExitStack() as opened:
-            file = (
-                sys.stdout if options.json == "-" else opened.enter_context(open(options.json, "w"))
-            )
-            json.dump(msgspec.to_builtins(result, str_keys=True), file, indent=1)
-            file.write("\n")
+        path = Path("/dev/stdout" if options.json == "-" else options.json)
+        result = {"exit_code": code, "verdicts": verdicts, "values": values, "ranks": everyone}
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     if options.json != "-":
-        text = f"OK  {extent}: nothing is slow" if is_compared else f"NOT COMPARED  {extent}"
-        print("\n".join(format_report(everyone, verdicts, text)))
+        passed = f"OK  {extent}: nothing is slow" if is_compared else f"NOT COMPARED  {extent}"
+        print("\n".join(format_report(everyone, verdicts, passed, values)), flush=True)
     return code
 
 
 def _report_missing(options: argparse.Namespace, missing: Sequence[int], reason: str) -> int:
     subject = format_rank_list(missing) if missing else "all ranks"
-    return report(options, [], [build_verdict(NO_ANSWER, subject, (), missing, reason)])
+    verdict = build_verdict(NO_ANSWER, subject, missing, reason=reason)
+    return _report(options, [], [verdict], {}, is_compared=False)
 
 
 def measure_machine(

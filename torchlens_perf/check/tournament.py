@@ -18,8 +18,10 @@ Rounds: TypeAlias = list[list[Pair]]
 
 _BATCH = 16
 """Most rounds after which pairs that stand out are examined."""
-_PARTNERS = 3
+_PARTNERS = 2
 """Number of partners with which a rank is measured again."""
+_EXAMINATIONS = 3
+"""A pair that stands out this many times again is bad. Others had an accident."""
 _PASSES = 3
 """Most measurements of a pair that does not stand out."""
 
@@ -73,13 +75,13 @@ def plan_rounds(
     ]
     size = len(waiting) + math.ceil(math.log2(len(nodes))) + 1
     waiting = (waiting + between) * _PASSES
-    examined: set[Pair] = set()
     while batch := waiting[: min(size, count_possible())]:
         waiting, size = waiting[len(batch) :], _BATCH
-        suspects = set(find_suspects((yield batch))) - examined
-        examined |= suspects
-        if again := list(_examine(suspects, nodes))[: count_possible()]:
-            yield again
+        measured = yield batch
+        for _ in range(_EXAMINATIONS):
+            if not (suspects := set(find_suspects(measured))):
+                break
+            measured += yield list(_examine(suspects, nodes))
 
 
 def _examine(suspects: set[Pair], nodes: Sequence[Sequence[int]]) -> Iterable[list[Pair]]:
@@ -87,7 +89,7 @@ def _examine(suspects: set[Pair], nodes: Sequence[Sequence[int]]) -> Iterable[li
     often = Counter(rank for pair in suspects for rank in pair)
     # A rank with a bad port is in more suspects than its partners.
     accused = sorted({max(pair, key=lambda rank: (often[rank], -rank)) for pair in suspects})
-    for turn in range(_PARTNERS * bool(suspects)):
+    for turn in range(_PARTNERS):
         repeated: dict[int, int] = {}
         for a, b in sorted(suspects, key=lambda pair: (often[pair[0]] + often[pair[1]], pair)):
             if a not in repeated and b not in repeated:

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
+from statistics import median
 
 from torchlens_perf.analysis.statistics.quantities import format_count, printable
 from torchlens_perf.check.figures import RankFigures, find_quantity
 from torchlens_perf.check.judge import STATUS, format_value
 from torchlens_perf.verdicts.verdict import Verdict
 
+_LONGEST_PLACE = 40
+
 
 def format_report(
-    everyone: Sequence[RankFigures], verdicts: Sequence[Verdict], passed: str
-) -> Iterator[str]:
-    """Yield the lines of the report. passed: the first line without verdicts."""
+    everyone: Sequence[RankFigures], verdicts: Sequence[Verdict], passed: str,
+    values: Mapping[str, Mapping[str, float]],
+) -> Iterator[str]:  # fmt: skip
+    """Yield the lines of the report.
+
+    passed: the first line without verdicts. values: by quantity and place.
+    """
     for verdict in verdicts:
         yield f"{STATUS[verdict.kind]}  {verdict.text}"
         yield f"  Next: {verdict.action}"
     if not verdicts:
         yield passed
-    values: dict[str, dict[str, Sequence[float]]] = {}
-    for each in everyone:
-        for name, rounds in each.of_rank.items():
-            values.setdefault(name, {})[f"rank {each.rank}"] = rounds
-        for name, rounds in each.of_node.items():
-            values.setdefault(name, {})[f"node {printable(each.host)}"] = rounds
-    yield from _format_values(values)
+    for name, places in values.items():
+        if places:
+            unit = find_quantity(name).unit
+            worst = (max if unit == "s" else min)(places, key=lambda each: places[each])
+            extreme = f"  worst: {format_value(places[worst], unit)} ({printable(worst)[:_LONGEST_PLACE]})"
+            yield f"  {name:44} {format_value(median(places.values()), unit):>14}{extreme * (len(places) > 1)}"
     reasons = {name: reason for each in everyone for name, reason in each.not_measured.items()}
     for name, reason in reasons.items():
         yield f"not measured: {name} ({printable(reason)})"
@@ -37,13 +41,3 @@ def describe_extent(everyone: Sequence[RankFigures]) -> str:
     """Return the numbers of ranks and nodes in words."""
     nodes = len({each.host for each in everyone})
     return f"{format_count(len(everyone), 'rank')} on {format_count(nodes, 'node')}"
-
-
-def _format_values(values: Mapping[str, Mapping[str, Sequence[float]]]) -> Iterator[str]:
-    for name, rows in values.items():
-        unit = find_quantity(name).unit
-        medians = {subject: float(np.median(rounds)) for subject, rounds in rows.items()}
-        worst = (max if unit == "s" else min)(medians, key=lambda each: medians[each])
-        median = format_value(float(np.median(list(medians.values()))), unit)
-        extreme = f"  worst: {format_value(medians[worst], unit)} ({worst})"
-        yield f"  {name:24} {median:>14}{extreme * (len(medians) > 1)}"

@@ -102,8 +102,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
     several trainings the one that takes the most time. captures: the result of capture_rows().
     """
     whole = latest_processes(nodes)
-    shown = find_shown_training(whole)
-    processes = select_training(whole, shown) or whole
+    processes = select_training(whole, find_shown_training(whole)) or whole
     report = _build_report(run_id, nodes, captures, processes, processes is whole)
     report["trainings"] = list(_build_trainings(run_id, nodes, whole, report))
     return report
@@ -112,10 +111,9 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
 def _build_trainings(
     run_id: str, nodes: list[NodeState], whole: dict[int, ProcessState], report: Report
 ) -> Iterator[Training]:
-    shown = find_shown_training(whole)
     models = next(iter(whole.values())).facts.trainings if whole else []
     for number, each in enumerate(list_trainings(whole), 1):
-        is_shown = each.first_step == shown
+        is_shown = each.first_step == find_shown_training(whole)
         processes = select_training(whole, each.first_step)
         of_this = report if is_shown else processes and _build_report(run_id, nodes, (), processes)
         yield {
@@ -403,8 +401,9 @@ def _step_time_trend(grid: RunWindows | None, clock: str) -> Trend | None:
         return None
     usual_ns = grid.duration_ns
     if clock != DEVICE:
-        lack_ns = np.nansum(grid.lack_ns, axis=-1)
-        usual_ns = np.maximum(usual_ns - lack_ns, _LEAST_SHARE_LEFT * usual_ns)
+        usual_ns = np.maximum(
+            usual_ns - np.nansum(grid.lack_ns, axis=-1), _LEAST_SHARE_LEFT * usual_ns
+        )
     # The first window includes steps of the warm-up.
     known = np.flatnonzero(np.isfinite(usual_ns).any(axis=0))[1:]
     if len(known) < MIN_VALUES:
@@ -432,19 +431,22 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
     of_nodes = (note for node in nodes for note in (*node.notes, *node.passing_notes))
     of_ranks = (note for rank in sorted(processes) for note in _rank_notes(processes[rank]))
     unwritten = sum(node.unwritten_records for node in nodes)
-    lost_samples = sum(node.telemetry.lost_samples for node in nodes)
-    dropped_files = sum(node.telemetry.dropped_files for node in nodes)
-    dropped_segments = sum(node.dropped_segments for node in nodes)
     counted = _count_notes(
         (
-            lost_samples,
+            sum(node.telemetry.lost_samples for node in nodes),
             (
                 "samples of GPUs and network ports could not be written to the run directory."
                 " Totals include these samples"
             ),
         ),
-        (dropped_files, f"old telemetry files {_REMOVED}. Totals include their samples"),
-        (dropped_segments, f"old segments of records {_REMOVED}. Statistics include these records"),
+        (
+            sum(node.telemetry.dropped_files for node in nodes),
+            f"old telemetry files {_REMOVED}. Totals include their samples",
+        ),
+        (
+            sum(node.dropped_segments for node in nodes),
+            f"old segments of records {_REMOVED}. Statistics include these records",
+        ),
         (
             unwritten,
             "records could not be written to the run directory. Statistics include these records",

@@ -27,7 +27,6 @@ def capture_rows(run: RunDirectory, unusable: list[str] | None = None) -> list[C
             if outcome is None:
                 continue
             first = outcome.first_step
-            folder = capture_files.rank_folder(run.captures, request.id, rank)
             rows.append(
                 {
                     "id": request.id,
@@ -41,7 +40,14 @@ def capture_rows(run: RunDirectory, unusable: list[str] | None = None) -> list[C
                     "ended": outcome.ended,
                     "paused_s": outcome.paused_s,
                     "files": {
-                        name: {"path": str((folder / name).relative_to(run.path)), "bytes": size}
+                        name: {
+                            "path": str(
+                                (
+                                    capture_files.rank_folder(run.captures, request.id, rank) / name
+                                ).relative_to(run.path)
+                            ),
+                            "bytes": size,
+                        }
                         for name, size in outcome.files.items()
                     },
                     "left_out": dict(outcome.left_out),

@@ -33,10 +33,9 @@ def build_heat_map(
     populations = [places[rank].population if rank in places else "" for rank in windows.ranks]
     if len(set(populations)) == len(populations):
         return None
-    excess = compute_window_excess(windows, places)
     rounded = [
         [round(value, 4) if value == value else None for value in values]
-        for values in excess.tolist()
+        for values in compute_window_excess(windows, places).tolist()
     ]
     slow = group_values(
         (episode.rank, [episode.since_step, episode.until_step])

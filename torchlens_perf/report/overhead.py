@@ -52,11 +52,11 @@ def estimate_overhead(processes: Mapping[int, ProcessState]) -> Overhead:
     factor, error = _compare_with_measurement(processes)
 
     low = max(0.0, factor - _STANDARD_ERRORS * error)
-    high = factor + _STANDARD_ERRORS * error
     return Overhead(
         (hooks_ns + max(0.0, factor) * records_ns) / all_steps_ns,
         (hooks_ns + low * records_ns) / all_steps_ns,
-        (_MOST_AFTERWARDS * hooks_ns + high * records_ns) / all_steps_ns,
+        (_MOST_AFTERWARDS * hooks_ns + (factor + _STANDARD_ERRORS * error) * records_ns)
+        / all_steps_ns,
     )
 
 
@@ -95,8 +95,9 @@ def _compare_with_measurement(processes: Mapping[int, ProcessState]) -> tuple[fl
         return 1.0, _CALIBRATION_ERROR
     measured, measured_variance = measured_ns / calibrated_ns, (error_ns / calibrated_ns) ** 2
     # A measurement that contradicts the calibration shows that the calibration is wrong.
-    surprise = (measured - 1) ** 2 - _STANDARD_ERRORS**2 * measured_variance
-    calibrated_variance = max(_CALIBRATION_ERROR**2, surprise)
+    calibrated_variance = max(
+        _CALIBRATION_ERROR**2, (measured - 1) ** 2 - _STANDARD_ERRORS**2 * measured_variance
+    )
     total = calibrated_variance + measured_variance
     factor = (measured * calibrated_variance + measured_variance) / total
     return factor, math.sqrt(calibrated_variance * measured_variance / total)

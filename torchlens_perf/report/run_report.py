@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.build import build_report
 from torchlens_perf.report.captures import capture_rows
+from torchlens_perf.report.last_check import add_last_check
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.node_state import NodeState
@@ -75,6 +76,7 @@ def report_from_states(
         from torchlens_perf.roles.report import add_iterations
 
         add_iterations(run, report)
+    add_last_check(run.path.parent, report)
     notes = report["quality"]["notes"]
     # The sidecar may already have noted some of the unreadable requests.
     notes += [each for each in requests if each not in notes]

@@ -113,8 +113,8 @@ def _read_newest_steps(
     if last - first + 1 < MIN_ROWS:
         return None
     values = _read_columns(run, processes, ranks, first, last, facts["quality"]["notes"])
-    usual = np.isfinite(values[..., 0]).all(axis=0)
     flags = np.nan_to_num(values[..., _FLAGS]).astype(np.int64)
+    usual = np.isfinite(values[..., 0]).all(axis=0)
     usual &= (np.bitwise_or.reduce(flags, axis=0) & _UNUSUAL) == 0
     if usual.sum() < MIN_ROWS:
         return None
@@ -145,13 +145,14 @@ def _read_windows(processes: Mapping[int, ProcessState]) -> StepTimes | None:
     whole &= grid.first_steps > max(each.statistics.first_step or 0 for each in processes.values())
     if whole.sum() < MIN_ROWS:
         return None
-    parts = with_hidden_data_waits(grid, processes).parts_ns[:, whole]
     return StepTimes(
         grid.ranks,
         tuple(processes[rank].placement.population for rank in grid.ranks),
         grid.first_steps[whole],
         grid.width,
-        TimeAccount.from_parts(parts, grid.lack_ns[:, whole]),
+        TimeAccount.from_parts(
+            with_hidden_data_waits(grid, processes).parts_ns[:, whole], grid.lack_ns[:, whole]
+        ),
         pipelined=are_pipelined(each.placement for each in processes.values()),
     )
 
