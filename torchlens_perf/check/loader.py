@@ -7,12 +7,14 @@ Entries of folders stay cached, so look-ups are those of a folder that was just 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import ctypes
 import itertools
 import math
 import mmap
 import os
+import pkgutil
 import random
 import re
 import statistics
@@ -32,7 +34,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
     format_rounded,
 )
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import ConfigError, require
 from torchlens_perf.hooks.loader_workers import LoaderWorkersHook, WorkerTimes
 from torchlens_perf.interruption import suppress
 
@@ -40,32 +42,29 @@ _MAX_FILES, _MAX_MAPPED = 4000, 1 << 30
 _LARGE_BYTES, _BLOCK_BYTES, _PAGE_BYTES = 4 << 20, 1 << 20, mmap.PAGESIZE
 # A number of workers is enough if steps take at most this many times the shortest time.
 _ENOUGH = 1.1
-_PARTS = "read", "decode", "collate", "waiting for a CPU", "queue"
 
 
 class Reads(NamedTuple):
-    """Times of one kind of reads. With a count of 0, there was no file for them."""
+    """Reads of one kind. Without a time, there was no file for them."""
 
     kind: str
-    reads: int = 0
-    bytes: int = 0
-    total_s: float = 0.0
-    median_s: float = 0.0
-    p99_s: float = 0.0
-    cached_share: float | None = None
-    """Share of the files' pages that were in the page cache before the reads; None if not known."""
+    times_s: list[float]
+    bytes: int
+    cached_share: float
+    """Share of the files' pages that were in the page cache before the reads; NaN if not known."""
 
     def describe(self) -> str:
-        """Return a line such as "sequential: 1.2 GB/s, median 0.8 ms ..."."""
-        if not self.reads:
+        """Return a line such as "sequential: 1.2 GB/s, 1,187 reads/s, median 107 us ..."."""
+        if not self.times_s:
             return f"{self.kind}: not measured, no file is of the size for it"
-        rate = f"{format_bytes(self.bytes / self.total_s, 'B')}/s" if self.bytes else ""
-        per_s = f"{format_rounded(self.reads / self.total_s)} reads/s"
-        cached = "unknown" if self.cached_share is None else format_percent(self.cached_share)
+        total_s, times_s = sum(self.times_s), sorted(self.times_s)
+        rate = f"{format_bytes(self.bytes / total_s, 'B')}/s, " if self.bytes else ""
+        cached = "unknown" if math.isnan(self.cached_share) else format_percent(self.cached_share)
         return (
-            f"{self.kind}: {', '.join(filter(None, [rate, per_s]))}, median"
-            f" {format_duration(self.median_s)}, p99 {format_duration(self.p99_s)}; in the page cache"
-            f" before: {cached}"
+            f"{self.kind}: {rate}{format_rounded(len(times_s) / total_s)} reads/s, median"
+            f" {format_duration(statistics.median(times_s))}, p99"
+            f" {format_duration(times_s[int(0.99 * len(times_s))])}; in the page cache before:"
+            f" {cached}"
         )
 
 
@@ -77,8 +76,16 @@ class Counters(NamedTuple):
     bytes: int
     server_s: float | None = None
     """Sum of times until the server has answered; None if the file system does not count it."""
-    repeated: int | None = None
-    """Requests that were sent more than once; None if the file system does not count them."""
+
+    def describe_since(self, before: Counters) -> str:
+        """Return a line on the reads since an earlier reading."""
+        reads, size = self.reads - before.reads, format_bytes(self.bytes - before.bytes, "B")
+        each = (
+            f", {format_duration((self.server_s - before.server_s) / reads)} each"
+            if self.server_s is not None and before.server_s is not None and reads
+            else ""
+        )
+        return f"{self.source}: {format_count(reads, 'read')} of {size}{each}"
 
 
 class Trial(NamedTuple):
@@ -99,24 +106,29 @@ class Trial(NamedTuple):
 
     def describe(self) -> str:
         """Return a line such as "3 workers: 20.1 ms per batch ..."."""
-        parts = zip(_PARTS, self[2:], strict=True)
-        times = ", ".join(f"{name} {format_duration(each)}" for name, each in parts)
         return (
             f"{format_count(self.workers, 'worker')}: a batch every {format_duration(self.period_s)};"
-            f" a worker's time for it: {times}"
+            f" a worker's time for it: read {format_duration(self.read_s)}, decode"
+            f" {format_duration(self.decode_s)}, collate {format_duration(self.collate_s)}, waiting"
+            f" for a CPU {format_duration(self.cpu_wait_s)}, queue {format_duration(self.queue_s)}"
         )
 
 
-def measure_mount(path: Path, seconds: float) -> list[Reads]:
-    """Read files below a path in four ways, each for a quarter of the time."""
-    walked = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-    files = list(itertools.islice([path] if path.is_file() else walked, _MAX_FILES))
-    # The first look-ups of the files are those that count.
-    metadata = _time_reads("metadata", seconds / 4, ((None, file.stat) for file in files))
-    sizes = {file: file.stat().st_size for file in files if os.access(file, os.R_OK)}
-    large = sorted(
-        (file for file in files if sizes.get(file, 0) >= _LARGE_BYTES), key=sizes.__getitem__
+def list_files(path: Path) -> list[Path]:
+    """Return files below a path without looking at them, or the path if it is a file."""
+    inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return [path] if path.is_file() else list(itertools.islice(inside, _MAX_FILES))
+
+
+def measure_mount(files: list[Path], seconds: float) -> list[Reads]:
+    """Read files in four ways, each for a quarter of the time."""
+    metadata = _time_reads(
+        "metadata",
+        seconds / 4,
+        ((math.nan, partial(os.access, file, os.R_OK)) for file in files),
     )
+    sizes = {file: file.stat().st_size for file in files if os.access(file, os.R_OK)}
+    large = [file for file in files if sizes.get(file, 0) >= _LARGE_BYTES]
     small = [file for file in files if 0 < sizes.get(file, 0) <= _BLOCK_BYTES]
     return [
         _time_reads("sequential", seconds / 4, _read_large(large, _BLOCK_BYTES, lambda each: each)),
@@ -132,25 +144,25 @@ def measure_mount(path: Path, seconds: float) -> list[Reads]:
     ]
 
 
-def drop_pages(path: Path) -> float | None:
-    """Drop the pages of a file from the page cache. Return the share of those that stayed; None if
+def drop_pages(path: Path) -> float:
+    """Drop the pages of a file from the page cache. Return the share of those that stayed; NaN if
     Linux does not tell it to this user."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         size = min(os.fstat(file.fileno()).st_size, _MAX_MAPPED)
         if not size or not os.access(path, os.W_OK):
-            return None
+            return math.nan
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
             pages = (ctypes.c_ubyte * math.ceil(size / _PAGE_BYTES))()
             first = ctypes.c_ubyte.from_buffer(mapped)
             failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(size), pages)
             del first
-    return None if failed else bytes(pages).count(1) / len(pages)
+    return math.nan if failed else bytes(pages).count(1) / len(pages)
 
 
 def _read_large(
     files: Iterable[Path], size: int, choose: Callable[[range], Iterable[int]]
-) -> Iterator[tuple[float | None, Callable[[], bytes]]]:
+) -> Iterator[tuple[float, Callable[[], bytes]]]:
     """Yield reads of this size at chosen places of each file, with the share of it in the cache."""
     for path in files:
         cached = drop_pages(path)
@@ -160,11 +172,11 @@ def _read_large(
 
 
 def _time_reads(
-    kind: str, seconds: float, reads: Iterable[tuple[float | None, Callable[[], object]]]
+    kind: str, seconds: float, reads: Iterable[tuple[float, Callable[[], object]]]
 ) -> Reads:
     times_s, shares, size, until_s = (
         list[float](),
-        list[float | None](),
+        list[float](),
         0,
         time.monotonic() + seconds,
     )
@@ -176,44 +188,42 @@ def _time_reads(
         size += len(found) if isinstance(found, bytes) else 0
         if time.monotonic() > until_s:
             break
-    if not times_s:
-        return Reads(kind)
-    known = [each for each in shares if each is not None]
-    cached = statistics.fmean(known) if len(known) == len(shares) else None
-    p99_s, total_s = sorted(times_s)[int(0.99 * len(times_s))], sum(times_s)
-    return Reads(kind, len(times_s), size, total_s, statistics.median(times_s), p99_s, cached)
+    return Reads(kind, times_s, size, statistics.fmean(shares or [math.nan]))
 
 
 def read_counters(path: Path) -> Counters | None:
     """Return the counters of the file system of a path; None if they do not exist or are not
     readable."""
-    rows = [line.split()[:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    above = [row for row in rows if path.resolve().is_relative_to(row[1])]
-    source, point, kind = max(above, key=lambda row: len(row[1]))
+    rows = map(str.split, Path("/proc/self/mounts").read_text().splitlines())
+    above = (row for row in rows if path.resolve().is_relative_to(row[1]))
+    source, point, kind, *_ = max(above, key=lambda row: len(row[1]))
     name = source.rpartition("/")[2]
     with suppress(OSError):
         if kind.startswith("nfs"):
             return parse_mountstats(Path("/proc/self/mountstats").read_text(), point)
-        if kind == "lustre":
-            folders = Path("/proc/fs/lustre/llite"), Path("/sys/kernel/debug/lustre/llite")
-            files = [file for each in folders for file in each.glob(f"{name}-*/stats")]
-            return parse_llite(files[0].read_text()) if files else None
         if kind == "gpfs":
-            command = ["/usr/lpp/mmfs/bin/mmpmon", "-p"]
-            done = subprocess.run(command, input="fs_io_s\n", capture_output=True, text=True)
-            return parse_mmpmon(done.stdout, name)
+            return parse_mmpmon(
+                subprocess.getoutput("echo fs_io_s | /usr/lpp/mmfs/bin/mmpmon -p"), name
+            )
+        for folder in ("/proc/fs", "/sys/kernel/debug") * (kind == "lustre"):
+            for file in Path(folder).glob(f"lustre/llite/{name}-*/stats"):
+                return parse_llite(file.read_text())
     return None
 
 
 def parse_mountstats(text: str, mount_point: str) -> Counters | None:
     """Read the counters of an NFS mount in /proc/self/mountstats."""
-    about = f" mounted on {mount_point} with fstype nfs"
-    mounts = [each for each in text.split("\ndevice ") if about in each.partition("\n")[0]]
-    found = re.search(r"^\s*READ: (.*)", mounts[-1], re.MULTILINE) if mounts else None
-    if found is None:
-        return None
-    reads, sent, _, _, received, _, server_ms, *_ = map(int, found[1].split())
-    return Counters("NFS mountstats", reads, received, server_ms / 1e3, sent - reads)
+    found = re.search(
+        rf"mounted on {re.escape(mount_point)} with fstype nfs(?:(?!^device ).)*?"
+        r"^\s*READ: (\d+) \d+ \d+ \d+ (\d+) \d+ (\d+)",
+        text,
+        re.MULTILINE | re.DOTALL,
+    )
+    return (
+        Counters("NFS mountstats", int(found[1]), int(found[2]), int(found[3]) / 1e3)
+        if found
+        else None
+    )
 
 
 def parse_llite(text: str) -> Counters | None:
@@ -228,24 +238,35 @@ def parse_mmpmon(text: str, file_system: str) -> Counters | None:
     return Counters("GPFS mmpmon", int(found[2]), int(found[1])) if found else None
 
 
-def try_workers(loader: Any, workers: int, step: Callable[[], object], seconds: float) -> Trial:
+def try_workers(
+    loader: Any,
+    workers: int,
+    step: Callable[[], object],
+    seconds: float,
+    files: Iterable[Path] = (),
+) -> Trial:
     """Run steps on batches of a DataLoader with another number of workers.
 
-    The first batches, which workers have made in advance, do not count.
+    The first batches, which workers have made in advance, do not count. files: their pages are
+    dropped from the page cache before.
     """
+    for file in files:
+        drop_pages(file)
     tried, hook = copy.copy(loader), LoaderWorkersHook()
     hook.times = WorkerTimes()
-    ahead = tried.prefetch_factor or 2
     # DataLoader does not let all of these be set.
     vars(tried).update(
-        num_workers=workers, prefetch_factor=ahead, persistent_workers=False, _iterator=None
+        num_workers=workers,
+        prefetch_factor=loader.prefetch_factor or 2,
+        persistent_workers=False,
+        _iterator=None,
     )
     with hook.begin_start(tried) or nullcontext(), warnings.catch_warnings():
         # torch warns of more workers than CPUs.
         warnings.simplefilter("ignore")
         iterator = iter(tried)
     pids = [worker.pid for worker in iterator._workers]
-    for _ in itertools.islice(iterator, (ahead + 1) * workers):
+    for _ in itertools.islice(iterator, (tried.prefetch_factor + 1) * workers):
         step()
     rounds = list[tuple[float, list[int]]]()
     # Workers return batches in turn: whole rounds count. A worker may end before the last round.
@@ -270,9 +291,15 @@ def try_workers(loader: Any, workers: int, step: Callable[[], object], seconds: 
     period_s = (rounds[-1][0] - rounds[0][0]) / (len(rounds) - 1) / workers
     busy_s, cpu_s, collate_s, cpu_wait_s = (each / sums[0] / 1e9 for each in sums[1:])
     decode_s = max(0.0, cpu_s - collate_s)
-    read_s = max(0.0, busy_s - decode_s - collate_s - cpu_wait_s)
-    queue_s = max(0.0, workers * period_s - busy_s)
-    return Trial(workers, period_s, read_s, decode_s, collate_s, cpu_wait_s, queue_s)
+    return Trial(
+        workers,
+        period_s,
+        read_s=max(0.0, busy_s - decode_s - collate_s - cpu_wait_s),
+        decode_s=decode_s,
+        collate_s=collate_s,
+        cpu_wait_s=cpu_wait_s,
+        queue_s=max(0.0, workers * period_s - busy_s),
+    )
 
 
 def _sum_up(times: WorkerTimes, pids: list[int]) -> list[int]:
@@ -287,23 +314,48 @@ def predict_workers(one: Trial, step_s: float, cpus: float) -> int:
 
     one: a trial of one worker without a step. cpus: number of CPUs that the steps leave.
     """
-    pace_s = max(step_s, (one.decode_s + one.collate_s) / cpus)
-    return math.ceil((one.period_s - one.cpu_wait_s) / pace_s / _ENOUGH)
+    least_s = max(step_s, (one.decode_s + one.collate_s) / cpus)
+    return math.ceil((one.period_s - one.cpu_wait_s) / least_s / _ENOUGH)
 
 
-def prove_loader(loader: Any, step_s: float, seconds: float) -> tuple[int, int, list[Trial]]:
-    """Return the predicted number of workers, the least that is enough, and the trials: of one worker
-    without a step, of the predicted number, and of its neighbours."""
+def prove_loader(
+    loader: Any, step_s: float, seconds: float, files: Iterable[Path]
+) -> tuple[bool, list[str]]:
+    """Try one worker without a step, then the predicted number and its neighbours with it.
+
+    Return lines on them, and whether steps do not wait for data with the best number.
+    """
     cpus = len(os.sched_getaffinity(0)) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    one = try_workers(loader, 1, lambda: None, seconds / 4)
+    one = try_workers(loader, 1, lambda: None, seconds / 4, files)
     predicted = predict_workers(one, step_s, cpus)
     trials = [
-        try_workers(loader, workers, partial(time.sleep, step_s), seconds / 4)
+        try_workers(loader, workers, partial(time.sleep, step_s), seconds / 4, files)
         for workers in range(max(1, predicted - 1), predicted + 2)
     ]
-    limit_s = _ENOUGH * min(each.period_s for each in trials)
-    return (
-        predicted,
-        min(each.workers for each in trials if each.period_s <= limit_s),
-        [one, *trials],
+    best_s = min(each.period_s for each in trials)
+    told = (
+        f"{'SLOW DATA' if best_s > _ENOUGH * step_s else 'OK'}  num_workers="
+        f"{min(each.workers for each in trials if each.period_s <= _ENOUGH * best_s)}:"
+        f" {format_duration(best_s)} per step of {format_duration(step_s)} (predicted:"
+        f" num_workers={predicted}; CPUs of a rank: {format_rounded(cpus)})"
     )
+    return best_s <= _ENOUGH * step_s, [told, *(each.describe() for each in (one, *trials))]
+
+
+def check_data(options: argparse.Namespace) -> int:
+    """Measure the storage and, if it is given, the DataLoader. Return 1 if steps wait for data."""
+    path, is_fast, lines = Path(options.data), True, list[str]()
+    require(path.exists(), f"--data {path}: there is no such file or folder")
+    before, files = read_counters(path), list_files(path)
+    reads = [each.describe() for each in measure_mount(files, options.seconds / 2)]
+    after = read_counters(path)
+    if before is not None and after is not None:
+        reads.append(after.describe_since(before))
+    if options.loader:
+        require(options.step_ms > 0, "--loader needs the time of a step: add --step-ms")
+        loader = pkgutil.resolve_name(options.loader)()
+        read = [file for file in files if os.access(file, os.R_OK)]
+        is_fast, lines = prove_loader(loader, options.step_ms / 1e3, options.seconds / 2, read)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join([*lines, *reads]))
+    return int(not is_fast)

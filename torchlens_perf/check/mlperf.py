@@ -71,5 +71,6 @@ class MlperfLog:
             return {"samples_count": self._count_samples()}
         if self._recorder is None:
             return {}
-        steps = self._recorder.training_steps - self._first_step
-        return {"samples_count": steps * self._batch_size}
+        return {
+            "samples_count": self._batch_size * (self._recorder.training_steps - self._first_step)
+        }

@@ -20,6 +20,7 @@ from torchlens_perf.check.communication import measure_groups, measure_links, pa
 from torchlens_perf.check.figures import CPU_TIME, RankFigures
 from torchlens_perf.check.judge import NO_ANSWER, build_verdict, judge_machines
 from torchlens_perf.check.links import judge_links, list_nodes
+from torchlens_perf.check.loader import check_data
 from torchlens_perf.check.machine import (
     ROUNDS,
     Measure,
@@ -44,6 +45,8 @@ _MACHINE_SHARE, _GROUPS_SHARE, _LINKS_SHARE = 0.4, 0.2, 0.4
 
 def run_check(options: argparse.Namespace) -> int:
     """Run the check and return its exit code. Raise ConfigError for the user's mistakes."""
+    if options.data:
+        return check_data(options)
     require(options.seconds >= 2, f"--seconds {options.seconds:g}: must be at least 2")
     warnings.simplefilter("ignore", FutureWarning)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from torchlens_perf.commands.command import Command, argument
+from torchlens_perf.commands.command import Command, argument, one_of
 
 
 def _run_check(options: argparse.Namespace) -> int:
@@ -32,7 +32,17 @@ COMMAND = Command(
             metavar="dp=4,tp=2",
             help="process groups of a device mesh; default: one group of all ranks",
         ),
-        argument("--json", default="", metavar="FILE", help="write the result; - for stdout"),
+        one_of(
+            argument("--json", default="", metavar="FILE", help="write the result; - for stdout"),
+            argument("--data", default="", metavar="PATH", help="measure reads below PATH instead"),
+        ),
+        argument(
+            "--loader",
+            default="",
+            metavar="MODULE:FUNCTION",
+            help="with --data: predict and try num_workers of the DataLoader that FUNCTION() returns",
+        ),
+        argument("--step-ms", type=float, default=0.0, help="time of a step, for --loader"),
     ),
     run=_run_check,
 )
