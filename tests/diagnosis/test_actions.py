@@ -345,6 +345,13 @@ def test_number_of_workers_is_what_the_wait_needs_and_the_cpus_allow() -> None:
     assert choice.share == pytest.approx(0.135 / 0.21)
 
 
+def test_times_of_workers_are_told_where_they_are_known() -> None:
+    loader = dataclasses.replace(LOADER, worker_ns=(60_000_000, 9_000_000, 500_000))
+    (choice,) = choices(make_job(WAITS, settings={"loader": loader}))
+    told = "2 DataLoader workers (60.0 ms per batch: 9.00 ms on a CPU, 500 us collating) cannot keep up"
+    assert choice.because.startswith(told)
+
+
 def test_short_wait_is_not_worth_a_worker() -> None:
     settings = {"loader": dataclasses.replace(LOADER, workers=0)}
     assert not keys(make_job({"forward": 8.0, "data": 0.9}, settings=settings))

@@ -78,6 +78,11 @@ def test_period_is_the_time_of_a_batch_divided_by_the_workers(tmp_path: Path, wo
 
     period_s = metadata["loader_period_ns"] / 1e9
     assert BATCH_S / workers <= period_s < 3 * max(times_s) / workers
+    total_ns, cpu_ns, collate_ns = metadata["training"]["loader"]["worker_ns"]
+    assert total_ns // workers == metadata["loader_period_ns"]
+    # The batch sleeps in the dataset.
+    assert 0 <= collate_ns < total_ns - BATCH_S * 0.9e9
+    assert 0 < cpu_ns < total_ns - BATCH_S * 0.9e9
 
 
 def test_workers_of_an_iterable_dataset_are_measured(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ class LoaderWorkersHook:
         self.get_sampler: Callable[[], Any] = lambda: None
         """Returns the sampler of the loader whose starts are counted. Each loader has its own."""
         self._iterator: weakref.ref[Any] | None = None
-        self._before: tuple[list[int], int, int] = ([], 0, 0)
-        self._published_ns = 0
+        self._before, self._published_ns = (list[int](), list[int]()), 0
+        self._batch_ns: tuple[int, ...] = ()
         self.times: WorkerTimes | None = None
 
     def note_batch(self, iterator: Any) -> None:
@@ -93,6 +93,7 @@ class LoaderWorkersHook:
             if abs(period_ns - self._published_ns) > _CHANGED * self._published_ns:
                 self._published_ns = period_ns
                 session.facts.loader_period_ns = period_ns
+                self._replace_settings(session, worker_ns=self._batch_ns)
                 session.publish()
 
         with session.run_throttled(self.name, publish):
@@ -122,10 +123,16 @@ class LoaderWorkersHook:
         known = session.facts.training.loader
         if known is not None and loader._index_sampler is self.get_sampler():
             restarts, restart_ns = known.restarts + 1, known.restart_ns + duration_ns
-            now = dataclasses.replace(known, restarts=restarts, restart_ns=restart_ns)
             with session.step.charged():
-                session.facts.training = dataclasses.replace(session.facts.training, loader=now)
+                self._replace_settings(session, restarts=restarts, restart_ns=restart_ns)
                 session.publish()
+
+    def _replace_settings(self, session: Session, **values: Any) -> None:
+        """Change settings of the loader, if they have been read."""
+        training = session.facts.training
+        if training.loader is not None:
+            loader = dataclasses.replace(training.loader, **values)
+            session.facts.training = dataclasses.replace(training, loader=loader)
 
     def _read_period_ns(self) -> int:
         """Return the time in which all workers together make a batch; what was published before if
@@ -135,31 +142,31 @@ class LoaderWorkersHook:
         pids = [worker.pid for worker in getattr(iterator, "_workers", ())]
         if not pids or self.times is None:
             return self._published_ns
-        batches, total_ns, *_ = self.times.sum_up(pids)
-        last_pids, last_ns, last_batches = self._before
-        if pids != last_pids:
-            self._before, last_ns, last_batches = (pids, 0, 0), 0, 0
-        if batches - last_batches < _MIN_BATCHES * len(pids):
+        sums = self.times.sum_up(pids)
+        last_pids, last = self._before
+        newest = [a - b for a, b in zip(sums, last, strict=True)] if pids == last_pids else sums
+        if newest[0] < _MIN_BATCHES * len(pids):
             return self._published_ns
-        self._before = (pids, total_ns, batches)
-        return (total_ns - last_ns) // (batches - last_batches) // len(pids)
+        self._before, self._batch_ns = (pids, sums), tuple(each // newest[0] for each in newest[1:])
+        return self._batch_ns[0] // len(pids)
 
 
 def _timed_fetch(fetch: Callable[..., Any], times: WorkerTimes) -> Callable[..., Any]:
     from torch.utils.data import get_worker_info
-
-    now_ns = time.perf_counter_ns
 
     def timed_fetch(self: Any, indexes: Any) -> Any:
         if get_worker_info() is None:
             return fetch(self, indexes)
         if not isinstance(self.collate_fn, _TimedCollate):
             self.collate_fn = _TimedCollate(self.collate_fn)
-        began_ns, cpu_ns = now_ns(), time.process_time_ns()
+        began_ns, cpu_ns = time.perf_counter_ns(), time.process_time_ns()
         # The end of an iterable dataset is no batch.
         batch = fetch(self, indexes)
-        cpu_ns = time.process_time_ns() - cpu_ns
-        times.add_batch(now_ns() - began_ns, cpu_ns, self.collate_fn.duration_ns)
+        times.add_batch(
+            time.perf_counter_ns() - began_ns,
+            time.process_time_ns() - cpu_ns,
+            self.collate_fn.duration_ns,
+        )
         return batch
 
     return timed_fetch

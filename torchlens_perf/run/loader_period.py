@@ -22,8 +22,9 @@ def move_hidden_data_waits(
     parts_ns: [ranks, steps, len(PARTS)], NaN if missing. periods_ns: [ranks]. The rank that waits
     least shows which communication is no wait for other ranks.
     """
-    exposed_ns = np.fmin.reduce(parts_ns[..., COMMUNICATION], axis=0)
-    return move_hidden_data_wait(parts_ns, periods_ns[:, None], exposed_ns)
+    return move_hidden_data_wait(
+        parts_ns, periods_ns[:, None], np.fmin.reduce(parts_ns[..., COMMUNICATION], axis=0)
+    )
 
 
 def hidden_data_wait(own: Any, communication: Any, period: Any) -> Any:

@@ -22,6 +22,8 @@ class LoaderSettings:
     """Number of calls of this loader's `__iter__` with workers after the settings were read."""
     restart_ns: int = 0
     """Time of these calls, which start new workers unless these are persistent."""
+    worker_ns: tuple[int, ...] = ()
+    """Times of a worker for a batch: in total, on CPUs, and in the collate function; () if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)

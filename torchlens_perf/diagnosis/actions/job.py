@@ -93,13 +93,16 @@ class Job:
         A predicted gain also has the waits for a CPU, which are a class of their own.
         """
         waits = self.share("cpu") >= _MIN_TOLD and not set(OWN_PARTS).isdisjoint(names)
-        text = self.describe_seconds(what, self.seconds(*names), self.share(*names))
-        return f"{text} without its waits for a CPU" if waits else text
+        return self.describe_seconds(what, self.seconds(*names), self.share(*names)) + (
+            " without its waits for a CPU" if waits else ""
+        )
 
     def describe_seconds(self, what: str, seconds: float, share: float | None = None) -> str:
         """Like describe(), for a time per step that is no class."""
-        whole = format_percent(seconds / self.lost.step_s if share is None else share)
-        return f"{what} {format_duration(seconds)} ({whole}) of a step"
+        return (
+            f"{what} {format_duration(seconds)}"
+            f" ({format_percent(seconds / self.lost.step_s if share is None else share)}) of a step"
+        )
 
     @property
     def is_cuda(self) -> bool:

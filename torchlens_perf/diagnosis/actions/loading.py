@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torchlens_perf.analysis.statistics.quantities import format_count
+from torchlens_perf.analysis.statistics.quantities import format_count, format_duration
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
 from torchlens_perf.verdicts.words.report import mean_per_step
 
@@ -23,12 +23,14 @@ def add_workers(job: Job) -> Proposal | None:
     batch_s = loader.workers * job.lost.step_s or wait_s
     rest_s = max(job.lost.step_s - wait_s, 1e-9)
     workers = min(loader.workers + job.spare_cpus, math.ceil(batch_s / rest_s))
-    left = min(1.0, max(_HANDOVER_S, batch_s / workers - rest_s) / wait_s)
     few = format_count(loader.workers, "DataLoader worker") if loader.workers else "num_workers=0"
+    if loader.worker_ns:
+        total, on_cpu, collating = (format_duration(each / 1e9) for each in loader.worker_ns)
+        few = f"{few} ({total} per batch: {on_cpu} on a CPU, {collating} collating)"
     return Proposal(
         f"{few} cannot keep up: {job.describe('data loading takes', 'data')}.",
         f"Load batches in more processes: DataLoader(num_workers={workers}).",
-        f"data x{left:.2f}",
+        f"data x{min(1.0, max(_HANDOVER_S, batch_s / workers - rest_s) / wait_s):.2f}",
     )
 
 
