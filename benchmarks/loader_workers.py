@@ -1,8 +1,9 @@
 """Compare predicted numbers of DataLoader workers with the least that is enough when tried.
 
 Each set-up has planted times per sample: reads that sleep, and decoding that uses the CPU. The truth is
-measured here with a plain DataLoader and a loop: the least number of workers whose steps take at most
-1.1 times the shortest ones. Run it on two CPUs of an idle machine:
+the least number of workers whose steps take at most 1.1 times the shortest ones. It is measured here
+with a plain DataLoader and a loop, and computed from the planted times. Run it on two CPUs of an idle
+machine; on a busy one, with --computed, which measures no truth:
 
     taskset -c 0,1 python -m benchmarks.loader_workers
 """
@@ -94,6 +95,19 @@ def measure_period(planted: SetUp, workers: int) -> float:
     raise AssertionError("unreachable")
 
 
+def compute_enough(planted: SetUp, cpus: int) -> int:
+    """Return the least number of workers that is enough by the planted times."""
+    batch, on_cpu = (
+        planted.batch_size * each for each in (planted.read + planted.decode, planted.decode)
+    )
+    least = max(planted.step, on_cpu / cpus)
+    return next(
+        each
+        for each in itertools.count(1)
+        if max(planted.step, batch / each, on_cpu / cpus) <= _ENOUGH * least
+    )
+
+
 def find_enough(planted: SetUp) -> tuple[int, dict[int, float]]:
     """Return the least number of workers that is enough, and the times of a step by workers."""
     most = int(planted.batch_size * (planted.read + planted.decode) / planted.step) + 3
@@ -109,15 +123,19 @@ def main() -> int:
     """Print a table. Return 1 if fewer than 9 of 10 predictions are right within one."""
     warnings.filterwarnings("ignore", "This DataLoader will create")
     cpus, right = len(os.sched_getaffinity(0)), 0
-    print(f"{'set-up':28} {'predicted':>9} {'enough':>6}   step in ms by workers")
+    is_measured = sys.argv[1:] != ["--computed"]
+    print(f"{'set-up':28} predicted  computed  measured   step in ms by workers")
     for planted in SET_UPS:
+        left = cpus - planted.burns
         loader = DataLoader(Samples(planted), planted.batch_size)
         one = try_workers(loader, 1, lambda: None, _SECONDS)
-        predicted = predict_workers(one, planted.step / 1e3, cpus - planted.burns)
-        enough, periods_s = find_enough(planted)
+        predicted = predict_workers(one, planted.step / 1e3, left)
+        computed = compute_enough(planted, left)
+        enough, periods_s = find_enough(planted) if is_measured else (computed, {})
         right += abs(predicted - enough) <= 1
         shown = " ".join(f"{1e3 * each:.1f}" for each in periods_s.values())
-        print(f"{planted.name:28} {predicted:9} {enough:6}   {shown}", flush=True)
+        measured = enough if is_measured else "-"
+        print(f"{planted.name:28} {predicted:9} {computed:9} {measured:>9}   {shown}", flush=True)
     print(f"{right} of {len(SET_UPS)} are right within one, on {cpus} CPUs")
     return int(right < 0.9 * len(SET_UPS))
 
