@@ -133,8 +133,8 @@ def plant(
     """Plant a fault in a node. Return the control groups of its ranks, and a command for its mounts."""
     groups, mounts = [], ""
     if fault == "slow_cpu":
-        # A quota would not bind on a machine whose other programs leave less than it allows.
-        groups.append(cluster.make_group("cpu", node, cpu__shares=400))
+        quota = {"cpu__cfs_period_us": 50_000, "cpu__cfs_quota_us": 3_000}
+        groups.append(cluster.make_group("cpu", node, **quota))
     elif fault == "slow_disk":
         device = os.stat(folder).st_dev
         limit = f"{os.major(device)}:{os.minor(device)} {5 << 20}"

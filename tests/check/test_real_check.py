@@ -39,7 +39,7 @@ def test_two_ranks_measure_everything_and_end_with_the_same_code(tmp_path: Path)
     assert printed[1][0] == ""
     for rank in found["ranks"]:
         assert {len(values) for values in rank["of_rank"].values()} == {5}
-        assert len(rank["groups"]) == 15
+        assert len(rank["of_group"]) == 15
     assert found["ranks"][0]["of_node"]["disk write"][0] > 0
     assert not list(tmp_path.glob("torchlens-perf/2*")), "a check is no run"
 

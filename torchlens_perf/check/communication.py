@@ -11,7 +11,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from torchlens_perf.check.figures import COLLECTIVES, TRANSFERS, GroupTime
+from torchlens_perf.analysis.collectives.semantics import bus_bandwidth
+from torchlens_perf.analysis.statistics.quantities import format_bytes
+from torchlens_perf.check.figures import COLLECTIVES, TRANSFERS
 from torchlens_perf.check.judge import find_floor
 from torchlens_perf.check.links import Rates
 from torchlens_perf.check.machine import ROUNDS, time_calls
@@ -37,8 +39,10 @@ def parse_mesh(text: str, size: int) -> dict[str, int]:
     return mesh
 
 
-def measure_groups(ranks: Ranks, mesh: dict[str, int], budget_s: float) -> Iterator[GroupTime]:
-    """Yield the times of each operation and size in those groups of a mesh that have this rank."""
+def measure_groups(
+    ranks: Ranks, mesh: dict[str, int], budget_s: float
+) -> Iterator[tuple[str, tuple[tuple[int, ...], list[float]]]]:
+    """Yield names, ranks and bus bandwidths of collectives in the groups of a mesh with this rank."""
     made = dist.init_device_mesh(
         ranks.device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh)
     )
@@ -65,7 +69,11 @@ def measure_groups(ranks: Ranks, mesh: dict[str, int], budget_s: float) -> Itera
             seconds = [
                 time_calls(call, max(1, min(count, 200)), ranks.device) for _ in range(ROUNDS)
             ]
-            yield GroupTime(name, members, operation, whole.nbytes, seconds)
+            rates = [
+                bus_bandwidth(operation, len(members), whole.nbytes, each * 1e9) or 0.0
+                for each in seconds
+            ]
+            yield f"{operation}, {format_bytes(whole.nbytes, 'B')}, {name}", (members, rates)
 
 
 def measure_links(ranks: Ranks, nodes: Sequence[Sequence[int]], seconds: float) -> list[Transfer]:

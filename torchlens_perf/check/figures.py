@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-from torchlens_perf.analysis.collectives.semantics import bus_bandwidth
-from torchlens_perf.analysis.statistics.quantities import format_bytes
-
 
 class Quantity(NamedTuple):
     """One quantity, and how values of equal machines are compared."""
@@ -63,27 +60,6 @@ def find_quantity(name: str) -> Quantity:
     return next(each for start, each in QUANTITIES.items() if name.startswith(start))
 
 
-class GroupTime(Struct, frozen=True, array_like=True):
-    """Time of one collective operation in a process group, in seconds, one value per round."""
-
-    mesh: str
-    """Name of the dimension of the mesh, or "world"."""
-    ranks: tuple[int, ...]
-    operation: str
-    bytes: int
-    """Size by nccl-tests, from which the bus bandwidth is computed."""
-    seconds: list[float]
-
-    @property
-    def rates(self) -> list[float]:
-        """The bus bandwidths, in bytes per second."""
-        size = len(self.ranks)
-        return [
-            bus_bandwidth(self.operation, size, self.bytes, each * 1e9) or 0.0
-            for each in self.seconds
-        ]
-
-
 class RankFigures(Struct, frozen=True):
     """Values that one rank measured."""
 
@@ -99,7 +75,8 @@ class RankFigures(Struct, frozen=True):
     """Values by quantity, one per round."""
     of_node: dict[str, list[float]] = field(default_factory=dict)
     """The same for the whole node. Only its first rank measures them."""
-    groups: list[GroupTime] = field(default_factory=list)
+    of_group: dict[str, tuple[tuple[int, ...], list[float]]] = field(default_factory=dict)
+    """The ranks and the bus bandwidths of process groups, by operation, size and group."""
     not_measured: dict[str, str] = field(default_factory=dict)
     """Reasons, by quantity."""
 
@@ -122,10 +99,9 @@ def collect(everyone: Iterable[RankFigures]) -> dict[str, dict[str, list[float]]
         measured = [(name, each.place, values) for name, values in each.of_rank.items()]
         measured += [(name, each.host, values) for name, values in each.of_node.items()]
         measured += [
-            (f"{group.operation}, {format_bytes(group.bytes, 'B')}, {group.mesh}",
-             " ".join(places[rank] for rank in group.ranks), group.rates)
-            for group in each.groups
-        ]  # fmt: skip
+            (name, " ".join(places[rank] for rank in ranks), values)
+            for name, (ranks, values) in each.of_group.items()
+        ]
         for name, place, values in measured:
             found.setdefault(name, {})[place] = values
     return found

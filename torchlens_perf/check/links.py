@@ -49,7 +49,7 @@ class Rates:
         alike = group_values(((each.sender, each.receiver), each) for each in transfers)
         # Other work of a node makes a transfer slower, never faster.
         self.rates = {pair: max(each.bytes_per_s for each in rows) for pair, rows in alike.items()}
-        self.rare = {pair for pair, rows in alike.items() if len(rows) < _LEAST_ROWS}
+        self.unproven = {pair for pair, rows in alike.items() if len(rows) < _LEAST_ROWS}
         self.lost = {pair: median(each.lost_share for each in rows) for pair, rows in alike.items()}
         self.bad: set[Pair] = set()
         if not alike:
@@ -63,10 +63,13 @@ class Rates:
         most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
         for pair, rate in self.rates.items():
             excess = math.log(self.usual / rate)
-            if self.lost[pair] > most_lost or excess > max(
-                math.log(floor), SPREAD_FACTOR * spread / math.sqrt(len(alike[pair]))
-            ):
+            if self.lost[pair] > most_lost or excess > max(math.log(floor), SPREAD_FACTOR * spread):
                 self.bad.add(pair)
+        # Most pairs are good if only single links are bad, so the median is the usual rate, too.
+        least = median(self.rates.values()) / floor
+        self.unproven |= {
+            pair for pair in self.bad if self.rates[pair] > least and self.lost[pair] <= most_lost
+        }
 
     def find_parts(self, ranks: set[int]) -> Iterator[_Part]:
         """Yield the bad parts of the network between these ranks."""
@@ -83,7 +86,7 @@ class Rates:
                 explained = frozenset(pair for pair in bad if group.intersection(pair))
                 yield _Part(frozenset(group), are_bad[0], are_bad[1], explained)
                 bad = bad - explained
-        bad = bad - self.rare
+        bad = bad - self.unproven
         for a, b in sorted(bad):
             if a < b or (b, a) not in bad:
                 both = {(a, b), (b, a)} & bad

@@ -46,9 +46,11 @@ class Ranks:
         self.device = torch.device("cuda" if is_on_device else "cpu")
         self.device_name = torch.cuda.get_device_name() if is_on_device else "CPU"
         host, port = _find_store(place)
-        is_server = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and self.size > 1
         limit = timedelta(seconds=limit_s + _SILENT_S)
-        first = dist.TCPStore(host, port, None, is_server, limit, wait_for_workers=False)
+        first = dist.TCPStore(
+            host, port, None, self.rank == 0 and not is_hosted, limit, wait_for_workers=False
+        )
         attempt = f"torchlens_perf/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         store = dist.PrefixStore(attempt, first)
         self._attendance = _Attendance(store.clone(), place, limit_s, missing)

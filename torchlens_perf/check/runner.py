@@ -23,7 +23,6 @@ from torchlens_perf.check.links import judge_links, list_nodes
 from torchlens_perf.check.loader import check_data
 from torchlens_perf.check.machine import (
     ROUNDS,
-    Measure,
     describe_machine,
     list_node_measures,
     list_rank_measures,
@@ -64,7 +63,10 @@ def run_check(options: argparse.Namespace) -> int:
         )
         everyone = ranks.gather(first, RankFigures)
         measure_machine(ranks, first, everyone, options.seconds * _MACHINE_SHARE)
-        first.groups.extend(measure_groups(ranks, mesh, options.seconds * _GROUPS_SHARE))
+        # What stands out is measured again. All ranks judge the same values.
+        if judge_machines(ranks.gather(first, RankFigures)):
+            measure_machine(ranks, first, everyone, options.seconds * _MACHINE_SHARE)
+        first.of_group.update(measure_groups(ranks, mesh, options.seconds * _GROUPS_SHARE))
         transfers = measure_links(ranks, list_nodes(everyone), options.seconds * _LINKS_SHARE)
         everyone = ranks.gather(first, RankFigures)
         code = ranks.share(conclude(options, everyone, transfers) if ranks.rank == 0 else UNKNOWN)
@@ -119,29 +121,13 @@ def measure_machine(
 ) -> None:
     """Measure this rank and, if it is the first of its node, the node. Repeats each measure."""
     is_first = own.rank == min(each.rank for each in everyone if each.host == own.host)
-    of_rank, of_node = list_rank_measures(ranks.device), list_node_measures()
-    budget_s = seconds / ROUNDS / (len(of_rank) + len(of_node))
-    if is_first:
-        own.of_node.update({name: [value] for name, value in read_sizes().items()})
-    for _ in range(ROUNDS):
-        _measure(ranks, of_rank, own.of_rank, own.not_measured, budget_s)
-        _measure(
-            ranks,
-            of_node if is_first else dict.fromkeys(of_node),
-            own.of_node,
-            own.not_measured,
-            budget_s,
-        )
-
-
-def _measure(
-    ranks: Ranks, measures: Mapping[str, Measure | None], values: dict[str, list[float]],
-    failed: dict[str, str], budget_s: float,
-) -> None:  # fmt: skip
-    for name, measure in measures.items():
+    own.of_node.update({name: [value] for name, value in read_sizes().items() if is_first})
+    rows = [(own.of_rank, *row) for row in list_rank_measures(ranks.device).items()]
+    rows += [(own.of_node, *row) for row in list_node_measures().items()]
+    for values, name, measure in rows * ROUNDS:
         ranks.meet(name)
-        if measure is not None:
+        if values is own.of_rank or is_first:
             try:
-                values.setdefault(name, []).append(measure(budget_s))
+                values.setdefault(name, []).append(measure(seconds / ROUNDS / len(rows)))
             except (OSError, RuntimeError, ArithmeticError, ValueError) as error:
-                failed[name] = str(error)
+                own.not_measured[name] = str(error)

@@ -18,8 +18,8 @@ Rounds: TypeAlias = list[list[Pair]]
 
 _BATCH = 16
 """Most rounds after which pairs that stand out are examined."""
-_PARTNERS = 2
-"""Number of partners with which a rank is measured again."""
+_TURNS = 2
+"""Number of rounds of an examination, of the suspects and of ranks that have many of them."""
 _EXAMINATIONS = 3
 """A pair that stands out this many times again is bad. Others had an accident."""
 _PASSES = 3
@@ -81,15 +81,15 @@ def plan_rounds(
         for _ in range(_EXAMINATIONS):
             if not (suspects := set(find_suspects(measured))):
                 break
-            measured += yield list(_examine(suspects, nodes))
+            measured += yield list(_examine(suspects))
 
 
-def _examine(suspects: set[Pair], nodes: Sequence[Sequence[int]]) -> Iterable[list[Pair]]:
+def _examine(suspects: set[Pair]) -> Iterable[list[Pair]]:
     """Yield rounds that show what suspects have in common: a rank, several nodes, or only a link."""
     often = Counter(rank for pair in suspects for rank in pair)
     # A rank with a bad port is in more suspects than its partners.
     accused = sorted({max(pair, key=lambda rank: (often[rank], -rank)) for pair in suspects})
-    for turn in range(_PARTNERS):
+    for turn in range(_TURNS):
         repeated: dict[int, int] = {}
         for a, b in sorted(suspects, key=lambda pair: (often[pair[0]] + often[pair[1]], pair)):
             if a not in repeated and b not in repeated:
@@ -97,19 +97,3 @@ def _examine(suspects: set[Pair], nodes: Sequence[Sequence[int]]) -> Iterable[li
         yield [(a, b) for a, b in repeated.items() if a < b]
         if turn < len(circle := make_circle(len(accused))):
             yield [(accused[a], accused[b]) for a, b in circle[turn]]
-        yield list(_pair_with_others(accused, nodes, turn))
-
-
-def _pair_with_others(
-    accused: Sequence[int], nodes: Sequence[Sequence[int]], turn: int
-) -> Iterable[Pair]:
-    places = {rank: (at, lane) for at, ranks in enumerate(nodes) for lane, rank in enumerate(ranks)}
-    free = set(places) - set(accused)
-    for index, rank in enumerate(accused):
-        at, lane = places[rank]
-        for by in range(1, len(nodes)):
-            mates = nodes[(at + by * (turn + 1) + index) % len(nodes)]
-            if rank not in mates and lane < len(mates) and mates[lane] in free:
-                free.discard(mates[lane])
-                yield rank, mates[lane]
-                break
