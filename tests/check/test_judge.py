@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from torchlens_perf.check.figures import RankFigures
 from torchlens_perf.check.judge import CheckEvidence, judge_machines
 from torchlens_perf.verdicts.verdict import Verdict
@@ -49,8 +51,9 @@ def test_rank_that_is_slow_in_every_round_is_named_with_its_values() -> None:
     assert "50% of 1000 MFLOP/s in the median of 7 others." in found.text
 
 
-def test_rank_that_is_slow_in_one_round_only_is_not_named() -> None:
-    assert judge_machines(ranks_of({(3, 1): 0.2})) == []
+@pytest.mark.parametrize("rounds", [(1,), (0, 2)])
+def test_rank_that_is_slow_in_some_rounds_only_is_not_named(rounds: tuple[int, ...]) -> None:
+    assert judge_machines(ranks_of({(3, index): 0.2 for index in rounds})) == []
 
 
 def test_node_whose_ranks_are_all_slow_is_named_once() -> None:

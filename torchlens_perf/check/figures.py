@@ -20,12 +20,11 @@ class Quantity(NamedTuple):
 
 TRANSFERS = "transfers"
 COLLECTIVES = "allreduce", "allgather_base", "reduce_scatter_base", "alltoall_base", "broadcast"
-_COMPUTE = "run a longer test of {subject}, look at its clocks, limits and other programs."
 _CPU = "look for other programs and CPU limits (cgroups, affinity) on {subject}."
 _DISK = "look at the disk of TMPDIR on {subject}: limits, other programs, remaining space."
 _MEMORY = "look for programs that use the memory of {subject}, and at its memory modules."
 QUANTITIES = {
-    "matmul": Quantity("FLOP/s", 1.5, _COMPUTE),
+    "matmul": Quantity("FLOP/s", 1.5, "run a longer test of {subject}, look at its clocks, limits and other programs."),
     "memory bandwidth": Quantity("B/s", 1.5, _MEMORY),
     "copy to the device": Quantity("B/s", 1.2, "look at the PCIe link of {subject}."),
     "copy from the device": Quantity("B/s", 1.2, "look at the PCIe link of {subject}."),
@@ -50,7 +49,7 @@ DEVICE_FLOORS = {
     "memory bandwidth": 1.08,
     "copy": 1.15,
     TRANSFERS: 1.3,
-    "collective": 1.3,
+    **dict.fromkeys(COLLECTIVES, 1.3),
 }
 """Floors of ranks with a GPU, whose values vary less."""
 

@@ -57,12 +57,6 @@ class Outlier(Struct, frozen=True):
     last_check: str = ""
     """Date of the last check, for a comparison with it."""
 
-    @property
-    def factor(self) -> float:
-        """Ratio of the worse value to the better one."""
-        ratio = self.value / self.usual
-        return ratio if self.unit == "s" else 1 / ratio
-
     def describe(self) -> str:
         """Return the values in words."""
         usual = format_value(self.usual, self.unit)
@@ -170,7 +164,7 @@ def build_verdict(
     kind: str, subject: str, ranks: Sequence[int], found: Iterable[Outlier] = (), reason: str = ""
 ) -> Verdict:
     """Return the verdict on a part, with its worst value first."""
-    worst = tuple(sorted(found, key=lambda each: -each.factor))
+    worst = tuple(sorted(found, key=lambda each: -abs(math.log(each.value / each.usual))))
     action = find_quantity(worst[0].quantity).action if worst else "look at its log and its node."
     return Verdict(
         kind=kind,

@@ -115,21 +115,17 @@ def list_node_measures() -> dict[str, Measure]:
         os.fdatasync(file.fileno())
         return int(file.write(_BLOCK))
 
-    def measure_writing(budget_s: float) -> float:
-        file.seek(0)
-        return _measure_rate(write, budget_s)
-
-    def measure_reading(budget_s: float) -> float:
+    def stream(step: Callable[[], int], budget_s: float) -> float:
         # Read from the disk instead of the page cache.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
-        return _measure_rate(lambda: len(file.read(len(_BLOCK))), budget_s)
+        return _measure_rate(step, budget_s)
 
     return {
         "all CPU threads": measure_all_threads,
         "Python import": _measure_import,
-        "disk write": measure_writing,
-        "disk read": measure_reading,
+        "disk write": functools.partial(stream, write),
+        "disk read": functools.partial(stream, lambda: len(file.read(len(_BLOCK)))),
     }
 
 
