@@ -8,6 +8,8 @@ import pytest
 
 from tests.check.simulated_network import Network
 from tests.check.test_judge import subjects
+from torchlens_perf.check.figures import RankFigures
+from torchlens_perf.check.links import judge_links
 from torchlens_perf.check.tournament import make_circle
 
 
@@ -61,6 +63,16 @@ def test_two_nodes_have_a_link_in_one_direction() -> None:
     (found,) = Network(2, links={(1, 0): 0.3}, seconds=2.0).judge()
 
     assert found.evidence.ranks == (1, 0)
+
+
+@pytest.mark.parametrize(("device", "named"), [("a GPU", ["the port of rank 2 (n0)"]), ("CPU", [])])
+def test_slow_gpu_link_inside_of_a_node_is_named(device: str, named: list[str]) -> None:
+    """Ranks on CPUs of one node have no link between them: other programs make transfers slow."""
+    network = Network(4, sends={2: 0.4}, receives={2: 0.4})
+    ranks = [RankFigures(rank, rank, "n0", device, "a CPU") for rank in range(4)]
+    pairs = itertools.permutations(range(4), 2)
+
+    assert subjects(judge_links([network.transfer(*pair) for pair in pairs], ranks)) == named
 
 
 @pytest.mark.parametrize("nodes", [16, 64])

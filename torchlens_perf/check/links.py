@@ -116,16 +116,17 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
         find_floor(TRANSFERS, everyone[0].device),
     )
     nodes, found = list_nodes(everyone), []
-    inside, between = (
-        Rates(
-            (each for each in transfers if (hosts[each.sender] == hosts[each.receiver]) is same),
-            floor,
-        )
-        for same in (True, False)
+    between = Rates(
+        (each for each in transfers if hosts[each.sender] != hosts[each.receiver]), floor
     )
-    for node in nodes:
-        for part in inside.find_parts({*node}):
-            found.append(_build_link_verdict([part], inside, everyone))
+    # What TCP lost belongs to the network of the node.
+    inside = (each for each in transfers if hosts[each.sender] == hosts[each.receiver])
+    within = Rates((each._replace(lost_share=0.0) for each in inside), floor)
+    # Ranks on the CPUs of one node have no link between them.
+    for node in nodes if everyone[0].device != "CPU" else ():
+        found += [
+            _build_link_verdict([part], within, everyone) for part in within.find_parts({*node})
+        ]
     # Rank 0 of a node is measured with ranks 0 of other nodes, and so on.
     lanes = (
         {node[lane] for node in nodes if lane < len(node)} for lane in range(max(map(len, nodes)))
