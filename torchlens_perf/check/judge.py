@@ -176,6 +176,6 @@ def build_verdict(
             cause=worst[0].quantity if worst else "",
             subject=printable(subject),
             found=worst,
-            reason=reason,
+            reason=printable(reason),
         ),
     )

@@ -107,7 +107,7 @@ class _Attendance(threading.Thread):
 
     def give_up(self, error: RuntimeError) -> None:
         """End the check as soon as ranks that do not respond are known."""
-        self._stage += f" ({error})"
+        self._stage += f" ({str(error).partition('. ')[0]})"
         self._end_s = time.monotonic() + _SILENT_S
 
     def run(self) -> None:
