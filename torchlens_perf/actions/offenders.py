@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
-from torchlens_perf.actions.fleet import run_sql, update_table
+from torchlens_perf.actions.fleet import NAME, run_sql, update_table
 from torchlens_perf.run.installation import require_packages
+from torchlens_perf.store.run_folders import NotFoundError
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.terminal import print_lines, table_lines
 
@@ -153,6 +154,16 @@ def build_tables(offenders: Sequence[Offender], losses: Sequence[Loss]) -> Itera
                 Column("lost rank hours", [each.lost_rank_hours for each in rows], number),
             ],
         )
+
+
+def read_tables(folder: str) -> list[Table]:
+    """Return the tables on a folder's offenders, and write nothing. Raise NotFoundError or ConfigError."""
+    require_packages("this page", ["duckdb"], "query")
+    if not Path(folder, NAME).exists():
+        raise NotFoundError(
+            f"There is no table of nodes yet: run `torchlens-perf offenders {folder}`."
+        )
+    return list(build_tables(*read_fleet(Path(folder), "duckdb")))
 
 
 def print_offenders(folder: Path, options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@
     /runs/ID/api/captures/ID        the results of a capture
     /runs/ID/captures/ID/RANK/FILE  a file of a capture
     /compare?before=RUN&after=RUN   the comparison of runs, or ?run=&run= for two, the older one first
+    /offenders                      nodes that many jobs name, and lost rank hours
     /api/counts                     how often the server has looked at and read each run
     /static/FILE                    styles and scripts
 """
@@ -34,6 +35,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
+from torchlens_perf.actions.offenders import read_tables
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.errors import printable
 from torchlens_perf.serve.access import PAGE_HEADERS
@@ -43,7 +45,12 @@ from torchlens_perf.serve.captures import (
     request_capture_for_viewer,
 )
 from torchlens_perf.serve.follow import RunFollower
-from torchlens_perf.serve.list_page import ROOT, build_list_page, build_message_page
+from torchlens_perf.serve.list_page import (
+    ROOT,
+    build_list_page,
+    build_message_page,
+    build_tables_page,
+)
 from torchlens_perf.serve.live_page import render_comparison, step_as_json
 from torchlens_perf.serve.readers import ReaderPool
 from torchlens_perf.serve.run_list import RunLine, RunList
@@ -94,6 +101,7 @@ class Server:
                 Route("/static/{file}", self._get_static_file),
                 Route("/api/counts", self._get_counts),
                 Route("/compare", self._get_comparison),
+                Route("/offenders", self._get_offenders),
                 Route(f"{run}/", self._get_run_page),
                 Route(f"{run}/api/contents", self._get_contents),
                 Route(f"{run}/api/news", self._get_state),
@@ -176,6 +184,12 @@ class Server:
         call = self._slow.start(render_comparison, self._folder, *sides, within_s=_STEP_WITHIN_S)
         found = await call.wait(_FIRST_PAGE_TIMEOUT_S)
         return _gzip_response(request, found, "text/html; charset=utf-8", PAGE_HEADERS)
+
+    async def _get_offenders(self, request: Request) -> Response:
+        call = self._slow.start(read_tables, self._folder, within_s=_STEP_WITHIN_S)
+        return HTMLResponse(
+            build_tables_page("Nodes", await call.wait(_FIRST_PAGE_TIMEOUT_S)), headers=PAGE_HEADERS
+        )
 
     # -- following a run
 

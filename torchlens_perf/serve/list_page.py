@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import urlencode
 
 from torchlens_perf.analysis.statistics.quantities import (
@@ -18,7 +18,9 @@ from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 from torchlens_perf.view.headline import Headline
+from torchlens_perf.view.html import build_table
 from torchlens_perf.view.markup import Child, Element, tag
+from torchlens_perf.view.specs import Table
 
 ROOT = "../../"
 """The list's address relative to a run's page."""
@@ -39,6 +41,7 @@ def build_list_page(
         tag(
             "header",
             tag("h1", "Runs ", tag("small", printable(folder))),
+            tag("a", "Nodes", href="offenders"),
             _build_filter_form(search, sort),
             tag(
                 "form",
@@ -96,6 +99,19 @@ def build_message_page(title: str, words: str, root: str, *, renews: bool = Fals
         tag("script", src=static_address(LIST_SCRIPT, root)) if renews else None,
     )
     return build_page(title, body, root)
+
+
+def build_tables_page(title: str, tables: Iterable[Table]) -> str:
+    """Return a page of tables, such as that on repeat offenders, as HTML."""
+    return build_page(
+        title,
+        tag(
+            "body",
+            tag("header", tag("h1", title), tag("a", "All runs", href="./")),
+            tag("main", map(build_table, tables)),
+        ),
+        "",
+    )
 
 
 def build_page(title: str, body: Element, root: str) -> str:
