@@ -132,6 +132,26 @@ def test_query_reaches_no_other_file_variable_or_address(
     assert not file.exists()
 
 
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "COPY (SELECT 42) TO '{file}' (USE_TMP_FILE false)",
+        "EXPLAIN ANALYZE COPY (SELECT 42) TO '{file}' (USE_TMP_FILE false)",
+        "PREPARE writing AS COPY (SELECT 42) TO '{file}' (USE_TMP_FILE false); EXECUTE writing",
+        "SELECT 1; ATTACH '{file}' AS other",
+    ],
+)
+def test_query_cannot_overwrite_a_file_that_it_may_read(
+    sql: str, made: Path, tmp_path: Path
+) -> None:
+    run = copy_of(made, tmp_path / "run")
+    file = next((run / "steps").glob("*.parquet"))
+    before = file.read_bytes()
+    with pytest.raises(RunStoreError, match="no SELECT"):
+        run_query(sql.format(file=file), [str(run)], [])
+    assert file.read_bytes() == before
+
+
 @pytest.mark.parametrize("sql", ["", " ", ";", "-- a comment", "/* nothing */"])
 def test_empty_query_is_a_clear_error(sql: str, made: Path) -> None:
     with pytest.raises(RunStoreError, match="the query"):

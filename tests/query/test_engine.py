@@ -79,7 +79,7 @@ def test_wide_table_is_cut_to_the_width_with_a_hint(
     *table, hint = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 118
     assert table[1].split() == ["words", *(f"c{at}" for at in range(6))]
-    assert hint == "  10 more rows, 24 more columns: --csv and --json print all"
+    assert hint == "  10 rows not shown, 24 more columns: --csv and --json print all"
 
 
 def test_value_that_is_not_finite_is_null_in_json(

@@ -22,7 +22,8 @@ from torchlens_perf.run.directory import TABLES, RunDirectory
 _RUN_OF_FILE = r"([^/]+)/[a-z]+/[^/]+$"
 # Not the name of a column in any file.
 _FILE = "_torchlens_perf_file"
-_PATTERN = re.compile(r"[*?\[]")
+_READING = {duckdb.StatementType.SELECT, duckdb.StatementType.CREATE}
+"""Kinds of statements that a query may have: PIVOT creates a type. Others could overwrite a run's files."""
 VERDICTS = {
     "run": "VARCHAR", "kind": "VARCHAR", "status": "VARCHAR", "rank": "BIGINT", "ranks": "BIGINT[]",
     "phase": "VARCHAR", "since_step": "BIGINT", "cost_s_per_step": "DOUBLE", "cost_share": "DOUBLE",
@@ -46,9 +47,12 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
             ]
             _create_computed_tables(connection, sql, runs)
             _confine(connection, files)
+            kinds = {each.type for each in connection.extract_statements(sql)}
+            if not kinds or kinds - _READING:
+                raise RunStoreError(
+                    "the query failed: it is no SELECT. Example: SELECT count(*) FROM steps"
+                )
             result = connection.execute(sql)
-            if result is None:
-                raise RunStoreError("the query is empty. Example: SELECT count(*) FROM steps")
             return Rows([column[0] for column in result.description or []], result.fetchall())
         except duckdb.Error as error:
             found = {name for (name,) in connection.execute("SHOW TABLES").fetchall()} | {
@@ -98,7 +102,7 @@ def _quote(text: str) -> str:
 
 def _escape_pattern(file: str) -> str:
     """Return a pattern that only matches this local file; an address is a pattern already."""
-    return file if REMOTE.match(file) else _PATTERN.sub(lambda sign: f"[{sign[0]}]", file)
+    return file if REMOTE.match(file) else re.sub(r"[*?\[]", lambda sign: f"[{sign[0]}]", file)
 
 
 def _create_computed_tables(
@@ -135,8 +139,9 @@ def _confine(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> Non
     if not any(REMOTE.match(file) for file in files):
         # The pattern of a file is checked as well as the file that it matches.
         allowed = map(_quote, sorted({*files, *map(_escape_pattern, files)}))
-        connection.execute(f"SET allowed_paths=[{', '.join(allowed)}]")
-        connection.execute("SET enable_external_access=false")
+        connection.execute(
+            f"SET allowed_paths=[{', '.join(allowed)}]; SET enable_external_access=false"
+        )
     connection.execute("SET lock_configuration=true")
 
 
@@ -149,10 +154,8 @@ def _load_object_store_support(connection: duckdb.DuckDBPyConnection, runs: Sequ
     except ImportError:
         connection.execute("INSTALL httpfs")
     else:
-        (extension,) = Path(duckdb_extension_httpfs.__file__).parent.glob(
-            "extensions/*/httpfs.duckdb_extension"
-        )
-        connection.execute(f"LOAD '{extension}'")
+        found = Path(duckdb_extension_httpfs.__file__).parent.glob("extensions/*/httpfs.*")
+        connection.execute(f"LOAD '{next(found)}'")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
     settings: dict[str, str | bool | None] = {
         "s3_access_key_id": os.environ.get("AWS_ACCESS_KEY_ID"),
