@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torchlens_perf.check.figures import DEVICE_FLOORS, TRANSFERS, RankFigures
 from torchlens_perf.check.links import Rates, judge_links
-from torchlens_perf.check.tournament import Pair, Transfer, plan_rounds
+from torchlens_perf.check.tournament import Pair, Transfer, measure_rounds
 from torchlens_perf.verdicts.verdict import Verdict
 
 _BYTES = 64e6
@@ -67,19 +67,12 @@ class Network:
         return max(0, int((self.seconds - self.spent_s) / a_round_s))
 
     def judge(self) -> list[Verdict]:
-        plan = plan_rounds(
+        found = measure_rounds(
             [[rank] for rank in range(self.nodes)],
             self.count_possible,
+            self.measure,
             lambda rows: Rates(rows, DEVICE_FLOORS[TRANSFERS]).bad,
         )
-        found: list[Transfer] = []
-        batch = next(plan, None)
-        while batch is not None:
-            found += (rows := self.measure(batch))
-            try:
-                batch = plan.send(rows)
-            except StopIteration:
-                batch = None
         return judge_links(found, self.describe_ranks())
 
     def describe_ranks(self) -> list[RankFigures]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from torchlens_perf.check.judge import find_floor
 from torchlens_perf.check.links import Rates
 from torchlens_perf.check.machine import ROUNDS, time_calls
 from torchlens_perf.check.ranks import Ranks
-from torchlens_perf.check.tournament import Pair, Transfer, plan_rounds
+from torchlens_perf.check.tournament import Pair, Rounds, Transfer, measure_rounds
 from torchlens_perf.errors import ConfigError, require
 from torchlens_perf.run.processes import read_kernel_text
 
@@ -41,7 +40,7 @@ def parse_mesh(text: str, size: int) -> dict[str, int]:
 
 def measure_groups(
     ranks: Ranks, mesh: dict[str, int], budget_s: float
-) -> Iterator[tuple[str, tuple[tuple[int, ...], list[float]]]]:
+) -> Iterator[tuple[str, list[int], list[float]]]:
     """Yield names, ranks and bus bandwidths of collectives in the groups of a mesh with this rank."""
     made = dist.init_device_mesh(
         ranks.device.type, tuple(mesh.values()), mesh_dim_names=tuple(mesh)
@@ -49,7 +48,7 @@ def measure_groups(
     sizes = _SIZES[ranks.device.type]
     for name, size in itertools.product((each for each in mesh if mesh[each] > 1), sizes):
         group = made.get_group(name)
-        members = tuple(dist.get_process_group_ranks(group))
+        members = dist.get_process_group_ranks(group)
         # All ranks have the same bytes, which divide by the number of ranks.
         part = torch.zeros(max(1, size // 4 // len(members)), device=ranks.device)
         whole = part.repeat(len(members))
@@ -73,12 +72,12 @@ def measure_groups(
                 bus_bandwidth(operation, len(members), whole.nbytes, each * 1e9) or 0.0
                 for each in seconds
             ]
-            yield f"{operation}, {format_bytes(whole.nbytes, 'B')}, {name}", (members, rates)
+            yield f"{operation}, {format_bytes(whole.nbytes, 'B')}, {name}", members, rates
 
 
 def measure_links(ranks: Ranks, nodes: Sequence[Sequence[int]], seconds: float) -> list[Transfer]:
     """Return the transfers between pairs of ranks. All ranks make the same plan of the same values."""
-    begin_s, rounds, found = time.monotonic(), 0, list[Transfer]()
+    begin_s, rounds = time.monotonic(), 0
     payload = torch.zeros(
         _TRANSFER_BYTES[ranks.device.type], dtype=torch.uint8, device=ranks.device
     )
@@ -91,17 +90,15 @@ def measure_links(ranks: Ranks, nodes: Sequence[Sequence[int]], seconds: float) 
             max(0, int(rounds * left / max(1e-6, 1 - left))) if rounds else _FIRST_ROUNDS
         )
 
-    plan = plan_rounds(nodes, count_possible, lambda rows: Rates(rows, floor).bad)
-    with contextlib.suppress(StopIteration):
-        batch = next(plan)
-        while True:
-            ranks.meet("transfers between pairs")
-            mine = [pair for each in batch for pair in each if ranks.rank in pair]
-            own = [each for pair in mine for each in _measure_pair(ranks, pair, payload)]
-            rows = [row for each in ranks.gather(own, list[Transfer]) for row in each]
-            found, rounds = found + rows, rounds + len(batch)
-            batch = plan.send(rows)
-    return found
+    def measure(batch: Rounds) -> list[Transfer]:
+        nonlocal rounds
+        ranks.meet("transfers between pairs")
+        mine = [pair for each in batch for pair in each if ranks.rank in pair]
+        own = [each for pair in mine for each in _measure_pair(ranks, pair, payload)]
+        rounds += len(batch)
+        return [row for each in ranks.gather(own, list[Transfer]) for row in each]
+
+    return measure_rounds(nodes, count_possible, measure, lambda rows: Rates(rows, floor).bad)
 
 
 def _measure_pair(ranks: Ranks, pair: Pair, payload: torch.Tensor) -> Iterator[Transfer]:

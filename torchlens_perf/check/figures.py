@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 
@@ -59,6 +60,13 @@ def find_quantity(name: str) -> Quantity:
     return next(each for start, each in QUANTITIES.items() if name.startswith(start))
 
 
+Values: TypeAlias = dict[str, dict[str, list[float]]]
+"""Values by quantity and place, one per round.
+
+A place is HOST/LOCAL_RANK, a host, or the places of all ranks of a group.
+"""
+
+
 class RankFigures(Struct, frozen=True):
     """Values that one rank measured."""
 
@@ -70,12 +78,8 @@ class RankFigures(Struct, frozen=True):
     machine: str
     """Model and number of the CPUs. Only equal machines are compared."""
     switch: str = ""
-    of_rank: dict[str, list[float]] = field(default_factory=dict)
-    """Values by quantity, one per round."""
-    of_node: dict[str, list[float]] = field(default_factory=dict)
-    """The same for the whole node. Only its first rank measures them."""
-    of_group: dict[str, tuple[tuple[int, ...], list[float]]] = field(default_factory=dict)
-    """The ranks and the bus bandwidths of process groups, by operation, size and group."""
+    values: Values = field(default_factory=dict)
+    """Values of the rank, of the node if this is its first rank, and of the rank's groups."""
     not_measured: dict[str, str] = field(default_factory=dict)
     """Reasons, by quantity."""
 
@@ -85,22 +89,9 @@ class RankFigures(Struct, frozen=True):
         return f"{self.host}/{self.local_rank}"
 
 
-def collect(everyone: Iterable[RankFigures]) -> dict[str, dict[str, list[float]]]:
-    """Return the values of all ranks, nodes and groups, by quantity and place, one per round.
-
-    A place is HOST/LOCAL_RANK, a host, or the places of all ranks of a group.
-    """
-    places, found = (
-        {each.rank: each.place for each in everyone},
-        dict[str, dict[str, list[float]]](),
-    )
-    for each in everyone:
-        measured = [(name, each.place, values) for name, values in each.of_rank.items()]
-        measured += [(name, each.host, values) for name, values in each.of_node.items()]
-        measured += [
-            (name, " ".join(places[rank] for rank in ranks), values)
-            for name, (ranks, values) in each.of_group.items()
-        ]
-        for name, place, values in measured:
-            found.setdefault(name, {})[place] = values
+def collect(everyone: Iterable[RankFigures]) -> Values:
+    """Return the values of all ranks, nodes and groups."""
+    found: Values = {}
+    for name, places in itertools.chain(*(each.values.items() for each in everyone)):
+        found.setdefault(name, {}).update(places)
     return found

@@ -66,7 +66,8 @@ def run_check(options: argparse.Namespace) -> int:
         # What stands out is measured again. All ranks judge the same values.
         if judge_machines(ranks.gather(first, RankFigures)):
             measure_machine(ranks, first, everyone, options.seconds * _MACHINE_SHARE)
-        first.of_group.update(measure_groups(ranks, mesh, options.seconds * _GROUPS_SHARE))
+        for name, members, rates in measure_groups(ranks, mesh, options.seconds * _GROUPS_SHARE):
+            first.values[name] = {" ".join(everyone[rank].place for rank in members): rates}
         transfers = measure_links(ranks, list_nodes(everyone), options.seconds * _LINKS_SHARE)
         everyone = ranks.gather(first, RankFigures)
         code = ranks.share(conclude(options, everyone, transfers) if ranks.rank == 0 else UNKNOWN)
@@ -121,13 +122,16 @@ def measure_machine(
 ) -> None:
     """Measure this rank and, if it is the first of its node, the node. Repeats each measure."""
     is_first = own.rank == min(each.rank for each in everyone if each.host == own.host)
-    own.of_node.update({name: [value] for name, value in read_sizes().items() if is_first})
-    rows = [(own.of_rank, *row) for row in list_rank_measures(ranks.device).items()]
-    rows += [(own.of_node, *row) for row in list_node_measures().items()]
-    for values, name, measure in rows * ROUNDS:
+    own.values.update(
+        {name: {own.host: [value]} for name, value in read_sizes().items() if is_first}
+    )
+    rows = [(own.place, *row) for row in list_rank_measures(ranks.device).items()]
+    rows += [(own.host, *row) for row in list_node_measures().items()]
+    for place, name, measure in rows * ROUNDS:
         ranks.meet(name)
-        if values is own.of_rank or is_first:
+        if place == own.place or is_first:
             try:
-                values.setdefault(name, []).append(measure(seconds / ROUNDS / len(rows)))
+                value = measure(seconds / ROUNDS / len(rows))
+                own.values.setdefault(name, {}).setdefault(place, []).append(value)
             except (OSError, RuntimeError, ArithmeticError, ValueError) as error:
                 own.not_measured[name] = str(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 Pair: TypeAlias = tuple[int, int]
@@ -54,16 +54,18 @@ def make_circle(count: int) -> Rounds:
     ]
 
 
-def plan_rounds(
+def measure_rounds(
     nodes: Sequence[Sequence[int]],
     count_possible: Callable[[], int],
+    measure: Callable[[Rounds], list[Transfer]],
     find_suspects: Callable[[Sequence[Transfer]], Iterable[Pair]],
-) -> Generator[Rounds, list[Transfer], None]:
-    """Yield the next rounds. Send the transfers that were measured in them.
+) -> list[Transfer]:
+    """Return the transfers that `measure` returned for all rounds.
 
     nodes: ranks of each node. count_possible: returns for how many rounds there is time.
     find_suspects: returns the pairs (sender, receiver) that stand out among transfers.
     """
+    found: list[Transfer] = []
     inside = [make_circle(len(ranks)) for ranks in nodes]
     waiting: Rounds = [
         [(nodes[at][a], nodes[at][b]) for at, pairs in enumerate(each) for a, b in pairs]
@@ -77,11 +79,13 @@ def plan_rounds(
     waiting = (waiting + between) * _PASSES
     while batch := waiting[: min(size, count_possible())]:
         waiting, size = waiting[len(batch) :], _BATCH
-        measured = yield batch
+        measured = measure(batch)
         for _ in range(_EXAMINATIONS):
             if not (suspects := set(find_suspects(measured))):
                 break
-            measured += yield list(_examine(suspects))
+            measured += measure(list(_examine(suspects)))
+        found += measured
+    return found
 
 
 def _examine(suspects: set[Pair]) -> Iterable[list[Pair]]:
