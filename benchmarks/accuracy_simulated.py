@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import resource
 import sys
 import time
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import other_judges
-from benchmarks.measure import Table
+from benchmarks.measure import Table, share_interval
 from tests.support.simulations import slow_ranks
 from torchlens_perf.simulate.faults import ConstantFault, parse_fault
 from torchlens_perf.simulate.simulation import (
@@ -194,12 +193,8 @@ def share_with_interval(hits: int, runs: int) -> str:
     """Format a share with its 95 % interval by Wilson's score."""
     if not runs:
         return ""
-    z, share = 1.96, hits / runs
-    middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
-    half = (
-        z / (1 + z * z / runs) * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs))
-    )
-    return f"{hits}/{runs} ({max(0.0, middle - half):.0%} to {min(1.0, middle + half):.0%})"
+    _, low, high = share_interval(hits, runs)
+    return f"{hits}/{runs} ({low:.0%} to {high:.0%})"
 
 
 def size(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ ratios with confidence intervals.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -45,13 +46,25 @@ def interleaved(
 def ratio_interval(
     above: Sequence[float], below: Sequence[float], seed: int = 1
 ) -> tuple[float, float, float]:
-    """Return the median of the rounds' ratios, and its 95 % interval from 2000 bootstrap samples of
-    rounds.
-    """
-    ratios = [a / b for a, b in zip(above, below, strict=True)]
+    """Return the median of the rounds' ratios, and its 95 % interval."""
+    return median_interval([a / b for a, b in zip(above, below, strict=True)], seed)
+
+
+def median_interval(values: Sequence[float], seed: int = 1) -> tuple[float, float, float]:
+    """Return the median, and its 95 % interval from 2000 bootstrap samples."""
     draw = random.Random(seed)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), medians[50], medians[1949]
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return statistics.median(values), medians[50], medians[1949]
+
+
+def share_interval(hits: int, runs: int) -> tuple[float, float, float]:
+    """Return a share, and its 95 % interval by Wilson's score."""
+    z, share = 1.96, hits / runs
+    middle = (share + z * z / (2 * runs)) / (1 + z * z / runs)
+    half = (
+        z / (1 + z * z / runs) * math.sqrt(share * (1 - share) / runs + z * z / (4 * runs * runs))
+    )
+    return share, max(0.0, middle - half), min(1.0, middle + half)
 
 
 class Table:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers_tools import TOOLS
-from benchmarks.planted_traceml import free_port
+from tests.support.servers import free_port
 
 REPO = Path(__file__).parents[1]
 COPIED = ("__init__.py", "gpt.py", "measure.py", "peers_tools.py", "peers_worker.py")

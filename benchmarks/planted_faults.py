@@ -1,15 +1,13 @@
-"""The fault campaign: real runs of four gloo ranks with one planted fault, and the verdicts of
-several judges.
+"""The fault campaign: real runs of four gloo ranks with one planted fault, and the verdicts on
+them.
 
     python -m benchmarks.planted_faults record --kinds compute data --seeds 0-19 --out FOLDER
-    python -m benchmarks.planted_faults traceml --python PYTHON --seeds 0-19 --out FOLDER
     python -m benchmarks.planted_faults judge --out FOLDER
 
 `record` writes the run directory and truth.json to FOLDER/KIND-SEED/. An interrupted `record`
-continues where it stopped. `traceml` runs the same seeds under TraceML, with a Python in which
-TraceML is installed, and writes TraceML's summaries to FOLDER/traceml/. `judge` prints how often
-each judge names the right rank and phase. A run takes about 15 seconds, so the campaign is not part
-of `make bench`.
+continues where it stopped. `judge` prints how often each judge names the right rank and phase. A
+run takes about 15 seconds, so the campaign is not part of `make bench`. benchmarks/detectors runs
+the same program under other tools.
 """
 
 from __future__ import annotations
@@ -129,18 +127,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("record", "traceml", "judge"):
+    for name in ("record", "judge"):
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, required=True)
         command.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
         command.add_argument("--seeds", type=seeds, default=None, help="like 0-19 or 3,5")
-        if name == "traceml":
-            command.add_argument(
-                "--python",
-                type=Path,
-                required=True,
-                help="a Python with TraceML and torch installed",
-            )
         if name == "judge":
             command.add_argument(
                 "--most-others",
@@ -154,12 +145,7 @@ def main() -> int:
     if asked.command == "judge":
         return print_judgement(out, asked.kinds, asked.seeds, asked.most_others, asked.each)
     truths = [plant(kind, seed) for seed in asked.seeds or seeds("0-19") for kind in asked.kinds]
-    if asked.command == "traceml":
-        from benchmarks.planted_traceml import run_all
-
-        run_all(truths, out, asked.python, environment())
-    else:
-        record(truths, out)
+    record(truths, out)
     return 0
 
 

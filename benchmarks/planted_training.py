@@ -4,7 +4,7 @@ a fault.
 The loop is written as a user's: a DataLoader, forward, loss, backward, AdamW, all under
 `perf.watch` with its live sidecar. One group of processes does a list of runs, each with a fresh
 model, a fresh watch and a separate folder. The next run starts when the sidecar of the last one has
-ended. planted_faults.py, or another tool's launcher, starts the ranks.
+ended. planted_faults.py starts the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -198,26 +198,42 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+Section = Callable[[str], AbstractContextManager[Any]]
+
+
+def no_section(name: str) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
+    loader: Iterable[Any],
     planted: Planted,
     each_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    section: Section = no_section,
+    after_step: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Run the user's loop. Return each step's seconds."""
+    """Run the user's loop. Return each step's seconds.
+
+    `section` marks forward, backward and optimizer, for tools whose user marks them.
+    """
     planted.step = 0
     seconds, begin_s = [], time.perf_counter()
     for ids, targets in loader:
         with each_step():
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-            loss.backward()
-            optimizer.step()
+            with section("forward"):
+                loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+            with section("backward"):
+                loss.backward()
+            with section("optimizer"):
+                optimizer.step()
             # The next step has begun at the end of optimizer.step().
+            now_s = time.perf_counter()
             planted.step += 1
             planted.pause("host")
-        now_s = time.perf_counter()
+        after_step()
         seconds.append(now_s - begin_s)
         begin_s = now_s
     return seconds
@@ -313,44 +329,35 @@ def wait_for_sidecar(run: Path) -> None:
     raise TimeoutError(f"the sidecar of {run} still runs after {SIDECAR_TIMEOUT_S} s")
 
 
-def under_traceml(truth: Truth, rank: int) -> str:
-    """Run once under TraceML, whose launcher has started this process.
+def join(store: Path | None) -> tuple[int, int]:
+    """Join the group of the ranks that meet at this file, or at a launcher's store.
 
-    Return a line for the log.
+    Return the rank and their number.
     """
-    import traceml_ai as traceml
-
-    traceml.init(mode="auto")
-    model, optimizer, loader, planted = prepare(truth, rank)
-    dist.barrier()
-    seconds = train(model, optimizer, loader, planted, lambda: traceml.trace_step(model.module))  # type: ignore[arg-type]
-    return f"step {1e3 * statistics.median(seconds):.1f} ms"
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    where = (
+        {"store": dist.FileStore(str(store), ranks), "rank": rank, "world_size": ranks}
+        if store
+        else {}
+    )
+    dist.init_process_group("gloo", timeout=timeout, **where)
+    return rank, ranks
 
 
 def main() -> None:
-    """Run one rank of planted_faults.py's group, or of a launcher's (RANK, WORLD_SIZE,
-    MASTER_ADDR).
-    """
+    """Run one rank of planted_faults.py's group."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument(
-        "--store", type=Path, help="file that the ranks meet at; default: the launcher's store"
-    )
-    parser.add_argument(
-        "--traceml", action="store_true", help="under TraceML instead of perf.watch"
-    )
+    parser.add_argument("--store", type=Path, required=True, help="file that the ranks meet at")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(str(asked.store), ranks) if asked.store else None
-    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    where = {} if store is None else {"store": store, "rank": rank, "world_size": ranks}
-    dist.init_process_group("gloo", timeout=timeout, **where)
+    rank, ranks = join(asked.store)
     for each in asked.runs:
         kind, _, seed = each.partition(":")
         truth, begin_s = plant(kind, int(seed), ranks), time.monotonic()
-        told = under_traceml(truth, rank) if asked.traceml else record(truth, asked.out, rank)
+        told = record(truth, asked.out, rank)
         # Free the model and its buckets before the next run.
         gc.collect()
         if rank == 0:

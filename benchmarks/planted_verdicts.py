@@ -1,6 +1,4 @@
-"""Accuracy of the verdicts on the recorded runs of the fault campaign, ours and those of other
-tools.
-"""
+"""Accuracy of our verdicts on the recorded runs of the fault campaign, and of the slowest step."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.detectors.scoring import has_right_phase
 from benchmarks.measure import Table
 from benchmarks.planted_truth import FAULTY, KINDS, Fault, Truth
 from torchlens_perf.analysis.statistics.steps import assemble_steps
@@ -25,18 +24,6 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_straggler_verdicts
 
 WARM_UP_STEPS = 3
-# For each planted phase, the named phases that count as right. A compute fault slows both forward
-# and backward.
-_RIGHT = {
-    "compute": ("compute", "forward", "backward"),
-    "device": ("compute", "forward", "backward", "optimizer"),
-}
-_TRACEML_PHASES = {
-    "INPUT_STRAGGLER": "data",
-    "COMPUTE_STRAGGLER": "forward",
-    "H2D_STRAGGLER": "h2d",
-    "STRAGGLER": None,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,41 +104,8 @@ def steps_until_named(folder: Path, truth: Truth) -> int | None:
     return min(named) - fault.first_step + 1 if named else None
 
 
-def traceml(folder: Path) -> Suspect | None:
-    """Return the diagnosis in TraceML's final summary of the same seed.
-
-    Raises FileNotFoundError without a summary.
-    """
-    summary = json.loads((folder.parent / "traceml" / f"{folder.name}.json").read_text())
-    return traceml_verdict(summary["step_time"]["diagnosis"])
-
-
-def traceml_on_recorded(folder: Path) -> Suspect | None:
-    """Return TraceML's diagnosis of this recorded run's last steps.
-
-    Raises FileNotFoundError without one.
-    """
-    diagnoses = json.loads((folder.parent / "traceml" / "recorded.json").read_text())
-    if folder.name not in diagnoses:
-        raise FileNotFoundError(f"{folder.name} was recorded after TraceML's rules were applied")
-    return traceml_verdict(diagnoses[folder.name]["live"])
-
-
-def traceml_verdict(diagnosis: dict[str, Any]) -> Suspect | None:
-    """Convert TraceML's step-time diagnosis to an answer.
-
-    Diagnoses of other kinds (COMPUTE_BOUND, BALANCED ...) name no rank.
-    """
-    if diagnosis["kind"] not in _TRACEML_PHASES:
-        return None
-    (rank,) = diagnosis["ranks"]
-    return Suspect(int(rank), _TRACEML_PHASES[diagnosis["kind"]])
-
-
 JUDGES: dict[str, Detector] = {
     "torchlens_perf": judged_again,
-    "TraceML": traceml,
-    "TraceML's rules": traceml_on_recorded,
     "slowest step": slowest_step,
 }
 
@@ -165,8 +119,7 @@ def score(truth: Truth, named: Suspect | None) -> Score:
         return Score(named is not None, False, False)
     at_end: Fault = truth.faults[-1]
     right_rank = named.rank == at_end.rank
-    right_phases = _RIGHT.get(at_end.phase, (at_end.phase,))
-    return Score(True, right_rank, right_rank and named.phase in right_phases)
+    return Score(True, right_rank, right_rank and has_right_phase(at_end, named.phase))
 
 
 def recorded(
@@ -202,13 +155,8 @@ def print_judgement(
     runs = recorded(out, kinds, seeds, most_others)
     table: dict[tuple[str, str], list[Score]] = {}
     for folder, truth in runs:
-        answers = {}
-        for name, judge in JUDGES.items():
-            try:
-                answers[name] = judge(folder)
-            except FileNotFoundError:
-                # This seed was not run under TraceML.
-                continue
+        answers = {name: judge(folder) for name, judge in JUDGES.items()}
+        for name in answers:
             table.setdefault((truth.kind, name), []).append(score(truth, answers[name]))
         if each:
             planted = ", ".join(

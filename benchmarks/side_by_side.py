@@ -31,8 +31,8 @@ from urllib.parse import urlsplit
 from playwright.sync_api import Browser, sync_playwright
 
 from benchmarks.measure import Table
-from benchmarks.planted_traceml import free_port
 from tests.support.processes import wait_for_sidecar
+from tests.support.servers import free_port
 from tests.support.tmux import Tmux
 from torchlens_perf.run.directory import RunDirectory
 

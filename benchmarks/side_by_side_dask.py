@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.planted_traceml import free_port
 from benchmarks.side_by_side_training import main as train
+from tests.support.servers import free_port
 
 
 def rank(number: int, port: int, out: str, steps: int) -> None:

@@ -39,11 +39,11 @@ from typing import Any
 import torchlens_perf
 from benchmarks.measure import Table
 from benchmarks.planted_faults import environment
-from benchmarks.planted_traceml import free_port
 from benchmarks.third_party_data import write_data
 from benchmarks.third_party_scripts import SCRIPTS, Script
 from benchmarks.third_party_truth import Sampler, find_rank_processes, read_truth
 from tests.support.processes import wait_for_sidecar
+from tests.support.servers import free_port
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory

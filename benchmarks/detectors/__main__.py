@@ -17,12 +17,18 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.detectors.campaign import ENVIRONMENTS, obstacle, read_runs, run_campaign
+from benchmarks.detectors.campaign import (
+    ENVIRONMENTS,
+    draw_truths,
+    obstacle,
+    read_runs,
+    run_campaign,
+)
 from benchmarks.detectors.protocol import write_json
 from benchmarks.detectors.scoring import TITLES, Figure, Scores, cell, differences, score
 from benchmarks.detectors.tools import CONTROL, TOOLS
 from benchmarks.measure import Table
-from benchmarks.planted_truth import RANKS
+from benchmarks.planted_truth import FAULTY, RANKS
 
 
 def read_scores(out: Path) -> dict[str, Scores]:
@@ -43,6 +49,7 @@ def main() -> int:
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), metavar="TOOL")
     parser.add_argument("--seed", type=int, help="repeat a campaign")
     parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--kinds", nargs="+", choices=FAULTY, default=FAULTY, metavar="KIND")
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS)
     parser.add_argument("--compare", type=Path, metavar="FOLDER", help="an earlier campaign")
     asked = parser.parse_args()
@@ -53,9 +60,8 @@ def main() -> int:
     names = [name for name in dict.fromkeys([CONTROL, *asked.tools]) if not absent.get(name)]
     load, begin_s = os.getloadavg()[0], time.monotonic()
     print(f"seed {seed}, {asked.ranks} ranks, {os.cpu_count()} CPUs, load {load:.1f}", flush=True)
-    failed = run_campaign(
-        names, seed, asked.minutes, asked.ranks, out, asked.environments.absolute()
-    )
+    truths = draw_truths(seed, asked.ranks, asked.kinds)
+    failed = run_campaign(names, truths, asked.minutes, out, asked.environments.absolute())
     runs = {name: read_runs(out, name) for name in names}
     control = {run.truth.name: run for run in runs[CONTROL]}
     scores = {name: score(runs[name], {} if name == CONTROL else control) for name in names}

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.detectors.campaign import draw_truths
+from benchmarks.detectors.campaign import ENVIRONMENTS, draw_truths, read_runs, run_campaign
 from benchmarks.detectors.protocol import Named, Run, read_run, times_path, write_answer, write_json
 from benchmarks.detectors.scoring import Figure, cell, differences, measured_cost_s, score
-from benchmarks.detectors.tools import scores_as_answer, traceml_answer, verdicts_as_answer
+from benchmarks.detectors.tools import CONTROL, scores_as_answer, traceml_answer, verdicts_as_answer
 from benchmarks.planted_truth import FAULTY, HEALTHY, Fault, Truth, plant
 
 STEPS = 100
@@ -88,13 +88,13 @@ def test_only_intervals_that_do_not_overlap_are_differences() -> None:
 
 
 def test_every_kind_of_fault_is_drawn_before_one_repeats() -> None:
-    drawn = list(itertools.islice(draw_truths(5, 4), 20))
+    drawn = list(itertools.islice(draw_truths(5, 4), 28))
 
-    assert drawn == list(itertools.islice(draw_truths(5, 4), 20))
-    assert drawn != list(itertools.islice(draw_truths(6, 4), 20))
+    assert drawn == list(itertools.islice(draw_truths(5, 4), 28))
+    assert drawn != list(itertools.islice(draw_truths(6, 4), 28))
     faulty = [truth.kind for truth in drawn if truth.faults]
     assert set(faulty[: len(FAULTY)]) == set(FAULTY)
-    assert Counter(truth.kind for truth in drawn if not truth.faults) == dict.fromkeys(HEALTHY, 3)
+    assert Counter(truth.kind for truth in drawn if not truth.faults) == dict.fromkeys(HEALTHY, 7)
 
 
 def test_run_is_read_as_written_and_only_when_complete(tmp_path: Path) -> None:
@@ -154,3 +154,16 @@ def test_verdicts_on_slow_ranks_are_the_answer() -> None:
         Named(2),
         Named(1, "data", 41, 0.02),
     ]
+
+
+@pytest.mark.long
+def test_one_round_runs_each_tool_on_the_same_fault(tmp_path: Path) -> None:
+    names = [CONTROL, "torchlens_perf"]
+    assert run_campaign(names, draw_truths(1, 2), 0.01, tmp_path, ENVIRONMENTS) == dict.fromkeys(
+        names, 0
+    )
+
+    (plain,), (watched,) = (read_runs(tmp_path, name) for name in names)
+    assert plain.truth == watched.truth == next(draw_truths(1, 2))
+    assert len(plain.named) == 1
+    assert {len(seconds) for seconds in (*plain.seconds, *watched.seconds)} == {plain.truth.steps}
