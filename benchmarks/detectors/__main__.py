@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.detectors.campaign import (
     ENVIRONMENTS,
     draw_truths,
@@ -34,7 +36,7 @@ from benchmarks.planted_truth import FAULTY, RANKS
 def read_scores(out: Path) -> dict[str, Scores]:
     """Return the scores of a campaign, by tool."""
     return {
-        tool: {name: figure and Figure(**figure) for name, figure in figures.items()}
+        tool: {name: figure and msgspec.convert(figure, Figure) for name, figure in figures.items()}
         for tool, figures in json.loads((out / "scores.json").read_text())["tools"].items()
     }
 

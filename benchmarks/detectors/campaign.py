@@ -98,7 +98,7 @@ class Group:
 
     def _start(self, ranks: int) -> None:
         self.close()
-        store = tempfile.mktemp(prefix="store-", dir=self._out)
+        store = f"{tempfile.mkdtemp(prefix='store-', dir=self._out)}/store"
         command = [
             str(self._python),
             "-m",

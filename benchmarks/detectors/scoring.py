@@ -13,6 +13,8 @@ from benchmarks.measure import median_interval, share_interval
 from benchmarks.planted_truth import Fault
 
 WARM_UP_STEPS = 3
+LEAST_SAMPLES = 6
+"""Of fewer samples, not even the smallest and the largest enclose the median in 95 % of draws."""
 # For each planted phase, the named phases that count as right. A compute fault slows both forward
 # and backward.
 RIGHT_PHASES = {
@@ -36,8 +38,8 @@ class Figure:
     """A share or a median with its 95 % interval."""
 
     value: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None
+    """None for a median of too few samples."""
     samples: int
     hits: int | None = None
     """Hits of a share; None for a median."""
@@ -45,16 +47,25 @@ class Figure:
     @classmethod
     def share(cls, hits: Sequence[bool]) -> Figure | None:
         """None without samples."""
-        count = sum(hits)
-        return cls(*share_interval(count, len(hits)), len(hits), count) if hits else None
+        if not hits:
+            return None
+        value, *interval = share_interval(sum(hits), len(hits))
+        return cls(value, (interval[0], interval[1]), len(hits), sum(hits))
 
     @classmethod
     def median(cls, values: Sequence[float]) -> Figure | None:
         """None without samples."""
-        return cls(*median_interval(values), len(values)) if values else None
+        if not values:
+            return None
+        value, *interval = median_interval(values)
+        known = len(values) >= LEAST_SAMPLES
+        return cls(value, (interval[0], interval[1]) if known else None, len(values))
 
-    def overlaps(self, other: Figure) -> bool:
-        return self.low <= other.high and other.low <= self.high
+    def overlaps(self, other: Figure) -> bool | None:
+        """Return True if the intervals overlap, or None if an interval is not known."""
+        if self.interval is None or other.interval is None:
+            return None
+        return self.interval[0] <= other.interval[1] and other.interval[0] <= self.interval[1]
 
 
 Scores = dict[str, Figure | None]
@@ -129,11 +140,12 @@ def cell(name: str, figure: Figure | None) -> str:
     """Return a figure as a cell. A figure that the tool does not have is a dash."""
     if figure is None:
         return "-"
-    if figure.hits is not None:
-        return f"{figure.hits}/{figure.samples} ({figure.low:.0%} to {figure.high:.0%})"
-    number = ".0f" if name == "start" else ".0%" if name == "cost" else ".2f"
-    low, high = format(figure.low, number), format(figure.high, number)
-    return f"{figure.value:{number}} ({low} to {high})"
+    percent = figure.hits is not None or name == "cost"
+    number = ".0%" if percent else ".0f" if name == "start" else ".2f"
+    value = f"{figure.value:{number}}" if figure.hits is None else f"{figure.hits}/{figure.samples}"
+    if figure.interval is None:
+        return f"{value} (samples: {figure.samples})"
+    return f"{value} ({figure.interval[0]:{number}} to {figure.interval[1]:{number}})"
 
 
 def differences(one: Mapping[str, Scores], other: Mapping[str, Scores]) -> Iterable[str]:
@@ -141,5 +153,5 @@ def differences(one: Mapping[str, Scores], other: Mapping[str, Scores]) -> Itera
     for tool, scores in one.items():
         for name, figure in scores.items():
             again = other.get(tool, {}).get(name)
-            if figure and again and not figure.overlaps(again):
+            if figure and again and figure.overlaps(again) is False:
                 yield f"{tool}: {TITLES[name]}: {cell(name, figure)}, then {cell(name, again)}"

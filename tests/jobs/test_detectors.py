@@ -37,7 +37,7 @@ def test_right_answer_is_scored_by_rank_phase_start_and_cost() -> None:
 
     assert scores["rank"] == Figure.share([True])
     assert scores["phase"] == Figure.share([True])
-    assert scores["start"] == Figure(3, 3, 3, 1)
+    assert scores["start"] == Figure(3, None, 1)
     assert scores["cost"] is not None
     assert scores["cost"].value == pytest.approx(0.25)
     assert scores["watching"] is not None
@@ -85,6 +85,17 @@ def test_only_intervals_that_do_not_overlap_are_differences() -> None:
     (line,) = differences({"A": {"rank": many}}, {"A": {"rank": none}, "B": {"rank": many}})
     assert line == "A: right rank: 40/40 (91% to 100%), then 0/40 (0% to 9%)"
     assert cell("rank", None) == "-"
+
+
+def test_median_of_fewer_than_six_samples_has_no_interval() -> None:
+    few, many = Figure.median([3.0] * 5), Figure.median([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+    assert few == Figure(3, None, 5)
+    assert cell("start", few) == "3 (samples: 5)"
+    assert many is not None
+    assert many.interval is not None
+    assert 1 <= many.interval[0] < many.value < many.interval[1] <= 6
+    assert list(differences({"A": {"start": few}}, {"A": {"start": many}})) == []
 
 
 def test_every_kind_of_fault_is_drawn_before_one_repeats() -> None:
