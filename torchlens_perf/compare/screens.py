@@ -106,7 +106,7 @@ def describe_verdict_change(compared: Comparison, change: VerdictChange) -> str:
     """Return a verdict that came, went or has another subject, and the runs that have it."""
     before, after = len(compared.before), len(compared.after)
     return sanitize_line(
-        f"{change.text} (in {change.before} of {before} runs before, {change.after} of {after} after)."
+        f"{change.text} (found in {change.before} of {before} runs before, and {change.after} of {after} after)."
     )
 
 

@@ -15,7 +15,7 @@ Key = tuple[object, ...]
 
 _MOST = 0.5
 # Facts that other runs of the same job may not share, and that do not identify a verdict.
-_NOT_SHOWN = ("seen", "together with")
+_NOT_SHOWN = ("seen", "together with", "steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,4 +78,4 @@ def _list_problems(report: Report) -> dict[Key, Headline]:
 
 def _describe(head: Headline) -> str:
     facts = [fact_text(*fact) for fact in head.facts if fact[0] not in _NOT_SHOWN]
-    return f"{head.status} {', '.join(facts)}".rstrip()
+    return f"{head.status} {', '.join(filter(None, (*facts, head.short_cost)))}".rstrip()

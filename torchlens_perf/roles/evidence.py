@@ -61,7 +61,7 @@ class SlowIterationEvidence(Evidence, frozen=True, tag="slow_iteration"):
     def _describe_gain(self) -> str:
         found, of = self.found, format_duration(self.iteration_s)
         at_most = "at most " if found.is_bound else ""
-        text = f"Without it, an iteration of {of} would be {at_most}{self._format(found.seconds)} shorter"
+        text = f"Without this cause, an iteration of {of} would be {at_most}{self._format(found.seconds)} shorter"
         if not found.is_bound:
             low, high = (
                 format_duration(each / self.iterations) for each in (found.low_s, found.high_s)
