@@ -46,16 +46,7 @@ class Outcome(NamedTuple):
     node: NamedNode
     target: str
     state: str
-    """One of _TARGETS: Mapping[str, Callable[[str], Target]] = {
-    "slurm": lambda _: Slurm(drains=False),
-    "slurm-drain": lambda _: Slurm(drains=True),
-    "kubernetes": lambda _: Kubernetes(),
-    "nvsentinel": lambda socket: NVSentinel(socket, drains=False),
-    "nvsentinel-drain": lambda socket: NVSentinel(socket, drains=True),
-    "exclude": lambda path: ExclusionList(Path(path)),
-    "webhook": Webhook,
-}
-WOULD_SEND, REFUSED, KNOWN, SENT and FAILED."""
+    """One of WOULD_SEND, REFUSED, KNOWN, SENT and FAILED."""
     text: str
 
 

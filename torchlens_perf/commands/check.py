@@ -19,8 +19,8 @@ COMMAND = Command(
     description=(
         "Measure every rank, node and link, compare those that should be equal, and compare"
         " with the last check of the same nodes. Start it as the job: with torchrun, srun or"
-        " mpirun. The exit code is 0 if nothing is slow, 1 if something is, and 3 if not all"
-        " was measured."
+        " mpirun. The exit code is 0 if nothing is slow, 1 if something is, and 3 if there was"
+        " nothing to compare with."
     ),
     arguments=(
         argument(

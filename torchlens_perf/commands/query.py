@@ -117,8 +117,8 @@ COMMAND = Command(
     name="query",
     summary="run SQL on the tables of runs",
     description=(
-        f"Run SQL on runs. Tables: {', '.join(TABLES)}, and with DuckDB verdicts. Each has a column"
-        " `run`; other columns are described in docs/reference/run-directory.md. Examples: docs/guides/queries.md."
+        f"Run SQL on runs. Tables: {', '.join(TABLES)}, and with DuckDB verdicts, iterations and samples. Each has"
+        " a column `run`; docs/reference/run-directory.md describes the others. Examples: docs/guides/queries.md."
     ),
     arguments=(
         argument(
