@@ -211,7 +211,7 @@ docs: $(TEST)/ready
 bench: $(TEST)/tap
 	$(TEST)/bin/python -m benchmarks
 
-# Other tools on the same work, each in an environment of its own. Tables of docs/internals/performance.md and the README's
+# Other tools on the same work, each in an environment of its own. Tables of benchmarks/peers.md and the README's
 # chart are written from benchmarks/peers.json, so run it on a quiet machine, after `make bench-peers-ready`. In MINUTES, as
 # many starts of all tools are made as fit. CLOCK=processor is for a busy machine: it leaves waiting out.
 MINUTES ?= 11.5

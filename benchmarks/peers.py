@@ -5,7 +5,7 @@
 ENVIRONMENTS is the folder with an environment for each tool. All tools do the same work in processes
 of their own, which take turns in blocks: in each round every process makes one block, in shuffled
 order. A generation starts all processes anew. At least two are made, and as many as fit into
---minutes. The values go to FILE as JSON. --write renews the tables of docs/internals/performance.md
+--minutes. The values go to FILE as JSON. --write renews the tables of benchmarks/peers.md
 and the chart of the README. `python -m benchmarks.peers_tables` does that without measuring.
 """
 

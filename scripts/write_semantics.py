@@ -86,7 +86,6 @@ exist only on `/metrics`: [prometheus.md](../guides/prometheus.md#metrics).
   others are OpenTelemetry's semantic conventions, except those with \\*.
 - **Condition**: what a run must have for the name to be sent. Event attributes come with the events that have them.
 - **Large job**: a job of more than {most_ranks} ranks with the default `export_limit`.
-- A device is a GPU on which torch computes. GPU metrics appear as far as the GPU reports them.
 """
 
 
