@@ -185,6 +185,15 @@ def test_node_that_was_reported_yesterday_does_not_count(run: Path) -> None:
     assert Ledger(run).find_recent_nodes() == set()
 
 
+def test_ledger_that_cannot_be_written_sends_nothing(
+    run: Path, receiver: Receiver, capsys: Any
+) -> None:
+    (run / ledger.NAME).mkdir()
+    assert act(run, "--to", f"webhook={receiver.url}", "--send") == 2
+    assert "cannot be written: Is a directory" in capsys.readouterr().err
+    assert receiver.bodies == []
+
+
 def test_healthy_run_says_so(tmp_path: Path, capsys: Any) -> None:
     run = simulate_run(tmp_path / "r", ranks=4)
     assert act(run, "--to", f"exclude={tmp_path / 'list'}", "--send") == 0

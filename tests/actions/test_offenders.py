@@ -130,6 +130,11 @@ def test_unreadable_run_is_named_and_the_others_count(
     assert "No node is named more often than luck explains" in shown.out
 
 
+def test_missing_folder_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    assert main(["offenders", str(tmp_path / "none")]) == 2
+    assert "none cannot be read: No such file or directory" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not SPARK, reason="`make test-long` sets SPARK to an environment with Spark")
 def test_spark_has_the_answers_of_duckdb(tmp_path: Path, capsys: Any) -> None:

@@ -22,7 +22,7 @@ from torchlens_perf.actions.nodes import (
 from torchlens_perf.actions.nvsentinel import NVSentinel
 from torchlens_perf.actions.otlp import export_outcome
 from torchlens_perf.actions.targets import ExclusionList, NotSentError, Slurm, Target, Webhook
-from torchlens_perf.errors import printable, require, unknown_word_text
+from torchlens_perf.errors import RunStoreError, printable, require, unknown_word_text
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.words.report import Report
@@ -61,7 +61,10 @@ def follow_run(run: Path, options: argparse.Namespace) -> int:
     printed: set[str] = set()
     while True:
         report = load_report(RunDirectory(run), lost_time=False)
-        outcomes = list(report_nodes(report, run, targets, rules, send=options.send))
+        try:
+            outcomes = list(report_nodes(report, run, targets, rules, send=options.send))
+        except OSError as error:
+            raise RunStoreError(f"{run} cannot be written: {error.strerror or error}") from None
         for line in itertools.chain.from_iterable(map(describe_outcome, outcomes)):
             if line not in printed:
                 printed.add(line)
@@ -71,7 +74,7 @@ def follow_run(run: Path, options: argparse.Namespace) -> int:
         time.sleep(_FOLLOW_INTERVAL_S)
     if not printed:
         print("No verdict names a node.")
-    elif not options.send:
+    elif any(each.state == WOULD_SEND for each in outcomes):
         print("Nothing was sent: add --send.")
     return int(any(each.state == ledger.FAILED for each in outcomes))
 

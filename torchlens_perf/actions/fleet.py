@@ -37,11 +37,11 @@ def update_table(folder: Path) -> list[str]:
 
     Raise OSError or RunStoreError.
     """
-    problems = []
+    problems, runs = [], find_runs(folder)
     with (folder / NAME).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         known = {each["run"]: each["changed_ns"] for each in read_lines(folder / NAME)}
-        new = [each for each in find_runs(folder) if each.changed_ns > known.get(each.name, 0)]
+        new = [each for each in runs if each.changed_ns > known.get(each.name, 0)]
         for name, changed_ns in new:
             try:
                 report = load_report(open_run(folder / name), lost_time=False)

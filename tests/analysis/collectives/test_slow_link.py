@@ -247,11 +247,11 @@ def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
     found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
     text, _ = describe_slow_links(found)
     assert text.startswith("Communication of ranks 1,5,9,13 is slow: allreduce of 1.0 MB takes 1.2")
-    assert "on 3 groups or links of the same kind" in text
+    assert "in 3 other groups of this kind" in text
     assert "at most" not in text
 
     flags = int(Flag.COMPLETED | Flag.ASYNC)
     by_wait = find_slow_links(job({"x": COLUMNS}, {COLUMNS[1]: 3.0}, flags=flags), HOSTS)
-    assert "cost at most" in describe_slow_links(by_wait)[0]
+    assert "cost the job at most" in describe_slow_links(by_wait)[0]
     between_two = find_slow_links(messages({(2, 3): 2.0}))
     assert "The link from rank 2 to 3" in describe_slow_links(between_two)[0]
