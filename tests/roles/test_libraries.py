@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import pickle
 import sys
@@ -84,6 +85,43 @@ def test_functions_are_followed_and_look_the_same(module: str, is_imported: bool
     assert (Client.send.__doc__, Client.send.__module__) == ("Send it.", module)
     assert pickle.loads(pickle.dumps(Client.send)) is Client.send
     assert pickle.loads(pickle.dumps(Client().send))("b") == ["b"]
+
+
+def test_finder_of_another_tool_is_asked_too_and_calls_are_followed_once(module: str) -> None:
+    """A finder that asks all others, and loads by the loader that they return, is like wrapt."""
+    loaded: list[str] = []
+
+    class Loader:
+        def __init__(self, loader: Any) -> None:
+            self._loader = loader
+
+        def create_module(self, spec: Any) -> Any:
+            return self._loader.create_module(spec)
+
+        def exec_module(self, module: Any) -> None:
+            self._loader.exec_module(module)
+            loaded.append(module.__name__)
+
+    class Finder:
+        asks = False
+
+        def find_spec(self, name: str, *_: object) -> Any:
+            if self.asks or name != module:
+                return None
+            self.asks = True
+            spec = importlib.util.find_spec(name)
+            self.asks = False
+            assert spec is not None
+            spec.loader = Loader(spec.loader)  # type: ignore[assignment]
+            return spec
+
+    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+    libraries.attach()
+    Client = importlib.import_module(module).Client
+
+    assert loaded == [module]
+    Client().send("a")
+    assert followed == [("begin", "a"), ("end", ["a"])]
 
 
 def test_exception_of_a_library_is_unchanged_and_ends_nothing(module: str) -> None:

@@ -57,6 +57,15 @@ def test_forked_process_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, f
     assert written(files) == {"rollout/": [b"parent"], "tool/": [b"child"]}
 
 
+def test_detected_role_stays_detected_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_process", recording._Process())
+    recording.detect_role("trainer", "rank 0")
+    child = os.fork()
+    if not child:
+        os._exit(recording._process.is_detected)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
 def test_unknown_names_are_the_users_mistake() -> None:
     with pytest.raises(perf.ConfigError, match="did you mean 'generation_end'"):
         perf.event("generation_ended")

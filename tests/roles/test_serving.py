@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from tests.support.processes import ROOT
+from torchlens_perf.roles import serving
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(not PYTHON, reason="needs vLLM: make test-long VLLM=1")
@@ -33,6 +35,18 @@ def test_plugin_imports_nothing_if_recording_is_not_switched_on() -> None:
         check=True,
     )
     assert found.stdout == "[] False\n"
+
+
+def test_worker_of_another_version_is_called_as_before() -> None:
+    class Worker:
+        def execute_model(self, scheduler_output: object, *args: object, **kwargs: object) -> Any:
+            return scheduler_output, args, kwargs
+
+        def shutdown(self) -> None:
+            pass
+
+    serving._patch(Worker)
+    assert Worker().execute_model("a", 1, more=2) == ("a", (1,), {"more": 2})
 
 
 @needs_vllm

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,9 @@ LIBRARIES = {
 }
 
 
+_followed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
 @functools.cache
 def attach() -> None:
     """Follow the libraries that are imported, and those that will be. Further calls do nothing."""
@@ -71,10 +75,17 @@ class _Finder:
         """Return the spec of a known module, whose loader then attaches; None for other modules."""
         if fullname not in LIBRARIES:
             return None
-        # They are modules of packages, so their path is known.
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            vars(spec.loader)["exec_module"] = _attach_after(spec.loader)
+        # The finders behind this one may be of other tools, which change the module too.
+        behind = itertools.dropwhile(lambda each: each is not self, [*sys.meta_path])
+        specs = (
+            each.find_spec(fullname, path, target)
+            for each in itertools.islice(behind, 1, None)
+            if hasattr(each, "find_spec")
+        )
+        spec = next((each for each in specs if each is not None), None)
+        with guard("following a library"):
+            if spec is not None and hasattr(spec.loader, "exec_module"):
+                vars(spec.loader)["exec_module"] = _attach_after(spec.loader)
         return spec
 
 
@@ -137,6 +148,9 @@ def find_problems() -> Iterator[str]:
 
 def _follow(owner: type, name: str, follower: Follower) -> None:
     function = getattr(owner, name)
+    if function in _followed:
+        # A finder of another tool has asked _Finder once more.
+        return
 
     @functools.wraps(function)
     def followed(*args: Any, **kwargs: Any) -> Any:
@@ -151,6 +165,7 @@ def _follow(owner: type, name: str, follower: Follower) -> None:
         _end(following, [result])
         return result
 
+    _followed.add(followed)
     setattr(owner, name, followed)
 
 

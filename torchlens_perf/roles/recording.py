@@ -221,7 +221,8 @@ def _start_again_in_child() -> None:
     """Give a forked child a file of its own."""
     global _process
     kept, _process = _process, _Process()
-    _process.role, _process.name, _process.is_set = kept.role, kept.name, kept.is_set
+    _process.role, _process.name = kept.role, kept.name
+    _process.is_set, _process.is_detected = kept.is_set, kept.is_detected
 
 
 os.register_at_fork(after_in_child=_start_again_in_child)

@@ -126,11 +126,11 @@ def _patch(worker: Any) -> None:
         return output
 
     @functools.wraps(execute)
-    def execute_model(self: Any, scheduler_output: Any) -> Any:
-        if _serving is None or not scheduler_output.total_num_scheduled_tokens:
-            return execute(self, scheduler_output)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if _serving is None or not getattr(scheduler_output, "total_num_scheduled_tokens", 0):
+            return execute(self, scheduler_output, *args, **kwargs)
         _serving.begin_pass(scheduler_output)
-        output = execute(self, scheduler_output)
+        output = execute(self, scheduler_output, *args, **kwargs)
         if output is not None:
             _serving.end_pass()
         return output
