@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import torchlens_perf as perf
-from torchlens_perf.roles import recording
+from torchlens_perf.errors import swallowed
+from torchlens_perf.roles import openai_hooks, recording
 from torchlens_perf.roles.event_file import read_new_events
 from torchlens_perf.run import directory
 
@@ -55,6 +57,31 @@ def test_forked_process_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, f
     os.waitpid(child, 0)
 
     assert written(files) == {"rollout/": [b"parent"], "tool/": [b"child"]}
+
+
+def test_invalid_variable_does_not_reach_a_followed_library(
+    monkeypatch: pytest.MonkeyPatch, files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHLENS_PERF", "maybe")
+    monkeypatch.delenv("TORCHLENS_PERF_RAISE")
+    for _ in range(2):
+        recording.record("sample_sent", 1)
+    assert caplog.text.count("TORCHLENS_PERF='maybe': must be 1 or 0") == 1
+    assert not written(files)
+    swallowed.by_place.clear()
+
+
+def test_server_that_sends_null_for_a_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
+    monkeypatch.setenv("TORCHLENS_PERF_RUN_ID", RUN)
+    client = SimpleNamespace(base_url="http://engine:1/v1")
+    request = openai_hooks._Request(SimpleNamespace(_client=client), 1)
+    request.add(SimpleNamespace(usage=SimpleNamespace(prompt_tokens=None, completion_tokens=3)))
+    request.end()
+    (path,) = files.rglob("*.events")
+    events = read_new_events(path, 0, ended=True).events
+    assert (events["tokens_in"].tolist(), events["tokens_out"].tolist()) == ([-1, -1], [-1, 3])
 
 
 def test_detected_role_stays_detected_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:

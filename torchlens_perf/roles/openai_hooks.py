@@ -62,12 +62,17 @@ class _Request:
         record(
             "generation_end",
             self.sample,
-            tokens_in=getattr(self.usage, "prompt_tokens", NOT_GIVEN),
-            tokens_out=getattr(self.usage, "completion_tokens", NOT_GIVEN),
+            tokens_in=self._read_tokens("prompt_tokens"),
+            tokens_out=self._read_tokens("completion_tokens"),
             of=self.server,
             time_ns=end_ns,
         )
         _last_turn.set((self.batch, self.sample, self.messages, end_ns))
+
+    def _read_tokens(self, name: str) -> int:
+        # Servers may leave a number out, or send null.
+        tokens = getattr(self.usage, name, None)
+        return tokens if isinstance(tokens, int) else NOT_GIVEN
 
 
 def _follow_parts(request: _Request, parts: Iterator[Any]) -> Iterator[Any]:
