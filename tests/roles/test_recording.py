@@ -76,12 +76,26 @@ def test_server_that_sends_null_for_a_number_of_tokens(
 ) -> None:
     monkeypatch.setenv("TORCHLENS_PERF_RUN_ID", RUN)
     client = SimpleNamespace(base_url="http://engine:1/v1")
-    request = openai_hooks._Request(SimpleNamespace(_client=client), 1)
+    request = openai_hooks._Request(SimpleNamespace(_client=client), ())
     request.add(SimpleNamespace(usage=SimpleNamespace(prompt_tokens=None, completion_tokens=3)))
     request.end()
     (path,) = files.rglob("*.events")
     events = read_new_events(path, 0, ended=True).events
     assert (events["tokens_in"].tolist(), events["tokens_out"].tolist()) == ([-1, -1], [-1, 3])
+
+
+def test_only_a_longer_chat_with_the_same_begin_continues_a_sample() -> None:
+    client = SimpleNamespace(base_url="http://engine:1/v1")
+    texts = [["a"], ["a", "b", "c"], ["a", "x", "c", "d"], ["a"], ["a"], ["a", "b"]]
+    found = []
+    for each in texts:
+        chat = [{"role": "user", "content": text} for text in each]
+        request = openai_hooks._Request(SimpleNamespace(_client=client), chat)
+        request.end()
+        found.append(request.sample)
+    first, second, third, fourth, fifth, sixth = found
+    assert (first, fifth) == (second, sixth)
+    assert len({first, third, fourth, fifth}) == 4
 
 
 def test_detected_role_stays_detected_in_a_forked_process(monkeypatch: pytest.MonkeyPatch) -> None:

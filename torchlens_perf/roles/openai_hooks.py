@@ -1,14 +1,14 @@
 """Events of requests to an OpenAI-compatible server, seen from the client.
 
 A request is a generation of the server. In a rollout of TRL, it is a sample, or continues the sample
-of an earlier request: one of the same thread or task with fewer messages.
+of an earlier request: one of the same thread or task with the first of its messages.
 """
 
 from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,23 +19,25 @@ from torchlens_perf.roles.recording import record
 Following = Generator[None, Any, None]
 
 
-_last_turn: contextvars.ContextVar[tuple[str, str, int, int]] = contextvars.ContextVar(
-    "last turn", default=("", "", 0, 0)
+_last_turn: contextvars.ContextVar[tuple[str, str, list[int], int]] = contextvars.ContextVar(
+    "last turn", default=("", "", [], 0)
 )
-"""Batch, sample, number of messages and end of the last request of this thread or task."""
+"""Batch, sample, hashes of messages and end of the last request of this thread or task."""
 
 
 class _Request:
     """A request to a server."""
 
-    def __init__(self, resource: Any, messages: int) -> None:
+    def __init__(self, resource: Any, messages: Sequence[Any]) -> None:
         mine = trl_hooks.rollout
         self.batch = mine.batch if mine.is_generating else ""
         self.server = "rollout", urlsplit(str(resource._client.base_url)).netloc
-        self.messages, self.began_ns, self.first_ns = messages, time.monotonic_ns(), 0
+        self.began_ns, self.first_ns = time.monotonic_ns(), 0
+        self.messages = list(map(_hash_message, messages))
         self.usage: Any = None
         batch, self.sample, earlier, end_ns = _last_turn.get()
-        if batch == self.batch and 0 < earlier < messages:
+        count = len(earlier)
+        if batch == self.batch and earlier and self.messages[:count] == earlier != self.messages:
             # A conversation continues with what a tool or the environment has answered.
             record("tool_begin", self.sample, of=("tool", "between turns"), time_ns=end_ns)
             record("tool_end", self.sample, of=("tool", "between turns"), time_ns=self.began_ns)
@@ -75,6 +77,12 @@ class _Request:
         return tokens if isinstance(tokens, int) else NOT_GIVEN
 
 
+def _hash_message(message: Any) -> int:
+    # Python keeps the hash of a text. Other contents, such as images, are large.
+    content = message.get("content") if isinstance(message, dict) else None
+    return hash(content) if isinstance(content, str) else 0
+
+
 def _follow_parts(request: _Request, parts: Iterator[Any]) -> Iterator[Any]:
     for each in parts:
         request.add(each)
@@ -91,7 +99,7 @@ async def _follow_async_parts(request: _Request, parts: AsyncIterator[Any]) -> A
 
 def _follow_create(resource: Any, *args: Any, **kwargs: Any) -> Following:
     messages = kwargs.get("messages", ())
-    request = _Request(resource, len(messages) if isinstance(messages, (list, tuple)) else 0)
+    request = _Request(resource, messages if isinstance(messages, (list, tuple)) else ())
     result = yield
     if not kwargs.get("stream"):
         request.usage = getattr(result, "usage", None)
