@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torchlens_perf.check import loader as check
-from torchlens_perf.check.loader import Counters, Trial
+from torchlens_perf.check.loader import Trial
 from torchlens_perf.errors import ConfigError
 
 READ_S = 0.01
@@ -38,30 +37,31 @@ def slow_collate(rows: list[Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("kind", "file", "mount", "expected"),
     [
         (
-            partial(check.parse_mountstats, mount_point="/mnt/nfs"),
-            Counters("NFS mountstats", 34096, 1792122744, 464.84),
+            "nfs",
+            "mountstats",
+            "/mnt/nfs",
+            {"reads": 34096, "bytes": 1792122744, "server_ms": 464840},
         ),
-        (partial(check.parse_mountstats, mount_point="/"), None),
-        (check.parse_llite, Counters("Lustre llite", 1, 4194304)),
-        (
-            partial(check.parse_mmpmon, file_system="scratch"),
-            Counters("GPFS mmpmon", 59420404, 205607400434),
-        ),
-        (partial(check.parse_mmpmon, file_system="other"), None),
+        ("nfs", "mountstats", "/", {}),
+        ("lustre", "llite", "", {"reads": 1, "bytes": 4194304}),
+        ("gpfs", "mmpmon", "scratch", {"reads": 59420404, "bytes": 205607400434}),
+        ("gpfs", "mmpmon", "other", {}),
+        ("ext4", "mmpmon", "scratch", {}),
     ],
 )
-def test_recorded_counters_of_file_systems_are_read(found: Any, expected: Counters | None) -> None:
-    name = getattr(found, "func", found).__name__.removeprefix("parse_")
-    assert found((RECORDED / f"{name}.txt").read_text()) == expected
+def test_recorded_counters_of_file_systems_are_read(
+    kind: str, file: str, mount: str, expected: dict[str, int]
+) -> None:
+    assert check.parse_counters(kind, (RECORDED / f"{file}.txt").read_text(), mount) == expected
 
 
 def test_counters_of_another_mount_are_not_read() -> None:
     other = "device a:/b mounted on /mnt/empty with fstype nfs4 statvers=1.1\n\tage: 1\n"
     text = other + (RECORDED / "mountstats.txt").read_text()
-    assert check.parse_mountstats(text, "/mnt/empty") is None
+    assert check.parse_counters("nfs", text, "/mnt/empty") == {}
 
 
 def test_reads_from_storage_are_told_from_the_page_cache(tmp_path: Path) -> None:
@@ -93,17 +93,17 @@ def test_pages_that_stay_in_the_cache_are_counted(tmp_path_factory: pytest.TempP
 
 
 def test_file_system_without_counters_has_none(tmp_path: Path) -> None:
-    assert check.read_counters(Path("/proc")) is None
+    assert check.read_counters(Path("/proc")) == {}
 
 
 def test_times_of_a_worker_add_up() -> None:
     loader = DataLoader(SlowReads(), 2, collate_fn=slow_collate)
     found = check.try_workers(loader, 2, lambda: None, 0.1)
 
-    assert READ_S <= found.read_s < 3 * READ_S
-    assert READ_S <= found.collate_s < 2 * READ_S
-    assert found.decode_s < READ_S
-    assert sum(found[2:]) == pytest.approx(2 * found.period_s, rel=0.2)
+    assert READ_S <= found.times_s["read"] < 3 * READ_S
+    assert READ_S <= found.times_s["collate"] < 2 * READ_S
+    assert found.times_s["decode"] < READ_S
+    assert sum(found.times_s.values()) == pytest.approx(2 * found.period_s, rel=0.2)
     assert loader.num_workers == 0
     assert "2 workers: a batch every" in found.describe()
 
@@ -121,7 +121,8 @@ def test_times_of_a_worker_add_up() -> None:
 def test_workers_are_enough_for_the_step_or_for_the_cpus(
     read_s: float, decode_s: float, step_s: float, expected: int
 ) -> None:
-    one = Trial(1, read_s + decode_s + 0.05, read_s, decode_s, 0.0, 0.05, 0.0)
+    times_s = {"decode": decode_s, "collate": 0.0, "waiting for a CPU": 0.05}
+    one = Trial(1, read_s + decode_s + 0.05, times_s)
     assert check.predict_workers(one, step_s, cpus=2) == expected
 
 
@@ -148,7 +149,8 @@ def test_steps_that_wait_with_all_numbers_of_workers_have_slow_data(
 
     def plant(loader: Any, workers: int, *arguments: Any) -> Trial:
         period_s = 0.04 if workers == 1 else max(step_ms / 1e3, 0.04 / workers, 0.015)
-        return Trial(workers, period_s, 0.04, 0.0, 0.0, 0.0, 0.0)
+        times_s = {"read": 0.04, "decode": 0.0, "collate": 0.0, "waiting for a CPU": 0.0}
+        return Trial(workers, period_s, times_s)
 
     monkeypatch.setattr(check, "try_workers", plant)
     (tmp_path / "small").write_bytes(bytes(10))
@@ -189,14 +191,13 @@ def test_command_tries_a_loader(tmp_path: Path) -> None:
     assert "\nsmall files: " in done.stdout
 
 
-def test_reads_since_a_reading_of_the_counters_are_told() -> None:
-    before = Counters("NFS mountstats", 10, 1000, 1.0)
-    after = Counters("NFS mountstats", 14, 5000, 1.01)
+def test_reads_between_two_readings_of_the_counters_are_told() -> None:
+    before = {"reads": 10, "bytes": 1000}
+    after = {"reads": 14, "bytes": 5000}
 
-    assert after.describe_since(before) == ("NFS mountstats: 4 reads of 4.0 KB, 2.50 ms each")
-    assert Counters("Lustre llite", 3, 500).describe_since(Counters("Lustre llite", 2, 0)) == (
-        "Lustre llite: 1 read of 500 B"
-    )
+    assert check.describe_counters(before, after) == "by the file system: 4 reads of 4.0 KB"
+    timed = check.describe_counters(before | {"server_ms": 0}, after | {"server_ms": 10})
+    assert timed == "by the file system: 4 reads of 4.0 KB, 10.0 ms in all"
 
 
 def test_too_few_batches_are_an_error() -> None:

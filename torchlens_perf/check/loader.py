@@ -17,6 +17,7 @@ import os
 import pkgutil
 import random
 import re
+import shlex
 import statistics
 import subprocess
 import time
@@ -34,14 +35,23 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
     format_rounded,
 )
-from torchlens_perf.errors import ConfigError, require
+from torchlens_perf.errors import require
 from torchlens_perf.hooks.loader_workers import LoaderWorkersHook, WorkerTimes
 from torchlens_perf.interruption import suppress
 
 _MAX_FILES, _MAX_MAPPED = 4000, 1 << 30
 _LARGE_BYTES, _BLOCK_BYTES, _PAGE_BYTES = 4 << 20, 1 << 20, mmap.PAGESIZE
+_COUNTERS = {
+    "nfs": (
+        r"mounted on MOUNT with fstype nfs(?s:(?:(?!^device ).)*?)"
+        r"^\s*READ: (?P<reads>\d+) \d+ \d+ \d+ (?P<bytes>\d+) \d+ (?P<server_ms>\d+)"
+    ),
+    "lustre": r"^read_bytes +(?P<reads>\d+) samples \[bytes\] \d+ \d+ (?P<bytes>\d+)",
+    "gpfs": r" _fs_ MOUNT .*_br_ (?P<bytes>\d+) .*_rdc_ (?P<reads>\d+)",
+}
 # A number of workers is enough if steps take at most this many times the shortest time.
 _ENOUGH = 1.1
+_CPU_WAIT = "waiting for a CPU"
 
 
 class Reads(NamedTuple):
@@ -68,49 +78,22 @@ class Reads(NamedTuple):
         )
 
 
-class Counters(NamedTuple):
-    """Reads since the file system was mounted, by its own counters."""
-
-    source: str
-    reads: int
-    bytes: int
-    server_s: float | None = None
-    """Sum of times until the server has answered; None if the file system does not count it."""
-
-    def describe_since(self, before: Counters) -> str:
-        """Return a line on the reads since an earlier reading."""
-        reads, size = self.reads - before.reads, format_bytes(self.bytes - before.bytes, "B")
-        each = (
-            f", {format_duration((self.server_s - before.server_s) / reads)} each"
-            if self.server_s is not None and before.server_s is not None and reads
-            else ""
-        )
-        return f"{self.source}: {format_count(reads, 'read')} of {size}{each}"
-
-
 class Trial(NamedTuple):
     """Times per batch of a DataLoader with this number of workers."""
 
     workers: int
     period_s: float
     """From batch to batch, with the step."""
-    read_s: float
-    """Time that a worker waits, mostly for reads."""
-    decode_s: float
-    """CPU time of a worker, without collate_s."""
-    collate_s: float
-    cpu_wait_s: float
-    """Time that a worker waits for a CPU."""
-    queue_s: float
-    """Time in which a worker hands over a batch, or waits until the next one is wanted."""
+    times_s: dict[str, float]
+    """Parts of a worker's time for a batch: read is waiting, mostly for reads; decode is CPU time
+    without collate; queue is handing over a batch, and waiting until the next one is wanted."""
 
     def describe(self) -> str:
-        """Return a line such as "3 workers: 20.1 ms per batch ..."."""
+        """Return a line such as "3 workers: a batch every 20.1 ms; ..."."""
+        parts = (f"{name} {format_duration(time_s)}" for name, time_s in self.times_s.items())
         return (
             f"{format_count(self.workers, 'worker')}: a batch every {format_duration(self.period_s)};"
-            f" a worker's time for it: read {format_duration(self.read_s)}, decode"
-            f" {format_duration(self.decode_s)}, collate {format_duration(self.collate_s)}, waiting"
-            f" for a CPU {format_duration(self.cpu_wait_s)}, queue {format_duration(self.queue_s)}"
+            f" a worker's time for it: {', '.join(parts)}"
         )
 
 
@@ -191,51 +174,41 @@ def _time_reads(
     return Reads(kind, times_s, size, statistics.fmean(shares or [math.nan]))
 
 
-def read_counters(path: Path) -> Counters | None:
-    """Return the counters of the file system of a path; None if they do not exist or are not
-    readable."""
+def read_counters(path: Path) -> dict[str, int]:
+    """Return the counters of the file system of a path; {} if it has none, or this user cannot read
+    them."""
     rows = map(str.split, Path("/proc/self/mounts").read_text().splitlines())
     above = (row for row in rows if path.resolve().is_relative_to(row[1]))
     source, point, kind, *_ = max(above, key=lambda row: len(row[1]))
     name = source.rpartition("/")[2]
-    with suppress(OSError):
-        if kind.startswith("nfs"):
-            return parse_mountstats(Path("/proc/self/mountstats").read_text(), point)
-        if kind == "gpfs":
-            return parse_mmpmon(
-                subprocess.getoutput("echo fs_io_s | /usr/lpp/mmfs/bin/mmpmon -p"), name
-            )
-        for folder in ("/proc/fs", "/sys/kernel/debug") * (kind == "lustre"):
-            for file in Path(folder).glob(f"lustre/llite/{name}-*/stats"):
-                return parse_llite(file.read_text())
-    return None
-
-
-def parse_mountstats(text: str, mount_point: str) -> Counters | None:
-    """Read the counters of an NFS mount in /proc/self/mountstats."""
-    found = re.search(
-        rf"mounted on {re.escape(mount_point)} with fstype nfs(?:(?!^device ).)*?"
-        r"^\s*READ: (\d+) \d+ \d+ \d+ (\d+) \d+ (\d+)",
-        text,
-        re.MULTILINE | re.DOTALL,
-    )
-    return (
-        Counters("NFS mountstats", int(found[1]), int(found[2]), int(found[3]) / 1e3)
-        if found
-        else None
+    stats = f"lustre/llite/{shlex.quote(name)}-*/stats"
+    commands = {
+        "nfs": "cat /proc/self/mountstats",
+        "lustre": f"cat /proc/fs/{stats} /sys/kernel/debug/{stats}",
+        "gpfs": "echo fs_io_s | /usr/lpp/mmfs/bin/mmpmon -p",
+    }
+    kind = kind.rstrip("4")
+    return parse_counters(
+        kind, subprocess.getoutput(commands.get(kind, "")), point if kind == "nfs" else name
     )
 
 
-def parse_llite(text: str) -> Counters | None:
-    """Read the counters of a mount of Lustre."""
-    found = re.search(r"^read_bytes +(\d+) samples \[bytes\] \d+ \d+ (\d+)", text, re.MULTILINE)
-    return Counters("Lustre llite", int(found[1]), int(found[2])) if found else None
+def parse_counters(kind: str, text: str, mount: str) -> dict[str, int]:
+    """Return reads and bytes since the file system was mounted, by its own counters.
+
+    server_ms: sum of times until the server has answered. text: /proc/self/mountstats, the file
+    stats of a mount of Lustre, or what `fs_io_s` of mmpmon prints. mount: what it calls the mount.
+    """
+    pattern = _COUNTERS.get(kind, "(?!)").replace("MOUNT", re.escape(mount))
+    found = re.search(pattern, text, re.MULTILINE)
+    return {name: int(value) for name, value in found.groupdict().items()} if found else {}
 
 
-def parse_mmpmon(text: str, file_system: str) -> Counters | None:
-    """Read the counters of a file system of GPFS, which `fs_io_s` of mmpmon prints."""
-    found = re.search(rf" _fs_ {re.escape(file_system)} .*_br_ (\d+) .*_rdc_ (\d+)", text)
-    return Counters("GPFS mmpmon", int(found[2]), int(found[1])) if found else None
+def describe_counters(before: dict[str, int], after: dict[str, int]) -> str:
+    """Return a line on the reads between two readings."""
+    more = {name: value - before[name] for name, value in after.items()}
+    server = f", {format_duration(more['server_ms'] / 1e3)} in all" if "server_ms" in more else ""
+    return f"by the file system: {format_count(more['reads'], 'read')} of {format_bytes(more['bytes'], 'B')}{server}"
 
 
 def try_workers(
@@ -278,28 +251,21 @@ def try_workers(
                 rounds.append((time.perf_counter(), _sum_up(hook.times, pids)))
             if len(rounds) > 2 and rounds[-1][0] - rounds[0][0] > seconds:
                 break
-    sums = (
-        [end - start for start, end in zip(rounds[0][1], rounds[-1][1], strict=True)]
-        if rounds
-        else [0]
+    require(
+        len(rounds) > 1 and rounds[-1][1][0] > rounds[0][1][0],
+        f"the DataLoader has too few batches to try {workers} workers: give it more, or forked workers",
     )
-    if not sums[0]:
-        raise ConfigError(
-            f"the DataLoader has too few batches to try {workers} workers: give it more, or forked"
-            " workers"
-        )
+    count, *sums = (end - start for start, end in zip(rounds[0][1], rounds[-1][1], strict=True))
+    busy_s, cpu_s, collate_s, cpu_wait_s = (each / count / 1e9 for each in sums)
     period_s = (rounds[-1][0] - rounds[0][0]) / (len(rounds) - 1) / workers
-    busy_s, cpu_s, collate_s, cpu_wait_s = (each / sums[0] / 1e9 for each in sums[1:])
-    decode_s = max(0.0, cpu_s - collate_s)
-    return Trial(
-        workers,
-        period_s,
-        read_s=max(0.0, busy_s - decode_s - collate_s - cpu_wait_s),
-        decode_s=decode_s,
-        collate_s=collate_s,
-        cpu_wait_s=cpu_wait_s,
-        queue_s=max(0.0, workers * period_s - busy_s),
-    )
+    times_s = {
+        "read": busy_s - max(cpu_s, collate_s) - cpu_wait_s,
+        "decode": cpu_s - collate_s,
+        "collate": collate_s,
+        _CPU_WAIT: cpu_wait_s,
+        "queue": workers * period_s - busy_s,
+    }
+    return Trial(workers, period_s, {name: max(0.0, each) for name, each in times_s.items()})
 
 
 def _sum_up(times: WorkerTimes, pids: list[int]) -> list[int]:
@@ -314,8 +280,8 @@ def predict_workers(one: Trial, step_s: float, cpus: float) -> int:
 
     one: a trial of one worker without a step. cpus: number of CPUs that the steps leave.
     """
-    least_s = max(step_s, (one.decode_s + one.collate_s) / cpus)
-    return math.ceil((one.period_s - one.cpu_wait_s) / least_s / _ENOUGH)
+    least_s = max(step_s, (one.times_s["decode"] + one.times_s["collate"]) / cpus)
+    return math.ceil((one.period_s - one.times_s[_CPU_WAIT]) / least_s / _ENOUGH)
 
 
 def prove_loader(
@@ -349,8 +315,8 @@ def check_data(options: argparse.Namespace) -> int:
     before, files = read_counters(path), list_files(path)
     reads = [each.describe() for each in measure_mount(files, options.seconds / 2)]
     after = read_counters(path)
-    if before is not None and after is not None:
-        reads.append(after.describe_since(before))
+    if before and after:
+        reads.append(describe_counters(before, after))
     if options.loader:
         require(options.step_ms > 0, "--loader needs the time of a step: add --step-ms")
         loader = pkgutil.resolve_name(options.loader)()
