@@ -81,9 +81,9 @@ def judge_change(
 ) -> Iterator[Verdict]:
     """Yield the verdicts on what is worse than at the last check: all ranks, or some of them."""
     for name, values in new.values.items():
-        before, unit = old.values.get(name, {}), find_quantity(name).unit
+        before, whose = old.values.get(name, {}), f"at the check of {old.date}"
         worse = {
-            place: math.log(value / before[place]) * (1 if unit == "s" else -1)
+            place: math.log(value / before[place]) * (1 if find_quantity(name).unit == "s" else -1)
             for place, value in values.items()
             if value > 0 and before.get(place, 0) > 0
         }
@@ -91,9 +91,8 @@ def judge_change(
         least = 2 * math.log(find_floor(name, everyone[0].device))
         common = median(worse.values()) if len(worse) > 1 else 0.0
         if common > least:
-            pair = median(values.values()), median(before.values())
-            found = Outlier(name, unit, *pair, 0, old.date)
+            found = Outlier(name, median(values.values()), median(before.values()), whose)
             yield build_verdict(GROUP, "all nodes", [each.rank for each in everyone], [found])
         for place in (at for at, excess in worse.items() if excess - max(0.0, common) > least):
-            found = Outlier(name, unit, values[place], before[place], 0, old.date)
+            found = Outlier(name, values[place], before[place], whose)
             yield build_verdict(*locate(place, everyone), [found])

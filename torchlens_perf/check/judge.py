@@ -48,25 +48,16 @@ class Outlier(Struct, frozen=True):
     """A value that is worse than it should be."""
 
     quantity: str
-    unit: str
     value: float
     usual: float
-    """Median of the peers, or the value of the last check."""
-    peers: int
-    """Number of the peers; 0 for a comparison with the last check."""
-    last_check: str = ""
-    """Date of the last check, for a comparison with it."""
+    whose: str
+    """Of what the usual value is, such as "in the median of 7 others"."""
 
     def describe(self) -> str:
         """Return the values in words."""
-        usual = format_value(self.usual, self.unit)
-        whose = (
-            f"at the check of {self.last_check}"
-            if self.last_check
-            else f"in the median of {self.peers} others"
-        )
-        share = format_percent(self.value / self.usual)
-        return f"{self.quantity}: {format_value(self.value, self.unit)}, {share} of {usual} {whose}"
+        unit = find_quantity(self.quantity).unit
+        usual = f"{format_percent(self.value / self.usual)} of {format_value(self.usual, unit)}"
+        return f"{self.quantity}: {format_value(self.value, unit)}, {usual} {self.whose}"
 
 
 class CheckEvidence(Evidence, frozen=True, tag="check"):
@@ -116,7 +107,8 @@ def find_outliers(
         excess = min(excess, typical[row] - np.median(np.delete(typical, row)))
         if excess > max(least, SPREAD_FACTOR * spread):
             usual = float(np.median(np.delete(table, row, axis=0)))
-            yield key, Outlier(name, unit, float(np.median(table[row])), usual, len(values) - 1)
+            whose = f"in the median of {len(values) - 1} others"
+            yield key, Outlier(name, float(np.median(table[row])), usual, whose)
 
 
 def judge_machines(everyone: Sequence[RankFigures]) -> list[Verdict]:

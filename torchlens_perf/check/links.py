@@ -170,5 +170,6 @@ def _build_link_verdict(
     value = median(rates.rates[pair] for pair in pairs)
     lost = max(rates.lost[pair] for pair in pairs)
     reason = f"TCP sent {format_percent(lost)} of the segments again" if lost > _MOST_LOST else ""
-    outlier = Outlier(TRANSFERS, "B/s", value, rates.usual, len(rates.rates) - len(rates.bad))
+    whose = f"in the median of {len(rates.rates) - len(rates.bad)} others"
+    outlier = Outlier(TRANSFERS, value, rates.usual, whose)
     return build_verdict(LINK, subject, ranks, [outlier], reason)

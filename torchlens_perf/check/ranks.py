@@ -53,8 +53,11 @@ class Ranks:
         )
         attempt = f"torchlens_perf/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         store = dist.PrefixStore(attempt, first)
-        self._attendance = _Attendance(store.clone(), place, limit_s, missing)
-        self._attendance.start()
+        self._store, self._missing = store.clone(), missing
+        self._store.set_timeout(timedelta(seconds=_SILENT_S))
+        self._stage, self._end_s = "the start", time.monotonic() + limit_s
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_on_device else "gloo",
             store=store, rank=self.rank, world_size=self.size, timeout=limit,
@@ -72,70 +75,52 @@ class Ranks:
 
     def meet(self, stage: str) -> None:
         """Wait for all ranks. stage: what they do next, for the report on a rank that does not come."""
-        self._attendance.enter(stage)
+        self._stage = stage
+        self._store.add(f"stage/{self.rank}", 1)
         dist.all_reduce(torch.zeros(1))
 
     def fail(self, error: RuntimeError) -> NoReturn:
-        """End the process after an error, when the rank that caused it has been named."""
-        self._attendance.give_up(error)
-        self._attendance.join()
-        os._exit(UNKNOWN)
-
-
-class _Attendance(threading.Thread):
-    """Shows the other ranks that this process lives. Ranks 0 and 1 look for ranks that do not.
-
-    A launcher sends SIGTERM to all ranks when one has ended, so this signal is blocked until the
-    missing rank is named.
-    """
-
-    def __init__(
-        self, store: Any, place: JobPlace, limit_s: float, missing: Callable[[list[int], str], int]
-    ) -> None:
-        super().__init__(daemon=True)
-        store.set_timeout(timedelta(seconds=_SILENT_S))
-        self._store, self._rank, self._missing = store, place.rank, missing
-        # Rank 0 watches all ranks, and rank 1 watches rank 0.
-        watched = range(1, place.world_size) if place.rank == 0 else range(place.rank == 1)
-        self._end_s = time.monotonic() + limit_s
-        self._seen = dict.fromkeys(watched, (0, time.monotonic()))
-        self._stage = "the start"
-
-    def enter(self, stage: str) -> None:
-        self._stage = stage
-        self._store.add(f"stage/{self._rank}", 1)
-
-    def give_up(self, error: RuntimeError) -> None:
-        """End the check as soon as ranks that do not respond are known."""
+        """End the process after an error, as soon as the ranks that caused it are known."""
         self._stage += f" ({str(error).partition('. ')[0]})"
         self._end_s = time.monotonic() + _SILENT_S
+        self._watcher.join()
+        os._exit(UNKNOWN)
 
-    def run(self) -> None:
+    def _watch(self) -> NoReturn:
+        """Show the other ranks that this process lives. Ranks 0 and 1 look for ranks that do not.
+
+        A launcher sends SIGTERM to all ranks when one has ended, so this signal is blocked until
+        the missing rank is named.
+        """
+        # Rank 0 watches all ranks, and rank 1 watches rank 0.
+        watched = range(1, self.size) if self.rank == 0 else range(self.rank == 1)
+        seen = dict.fromkeys(watched, (0, time.monotonic()))
         while True:
             signal.sigtimedwait([signal.SIGTERM], _BEAT_S)
             now_s = time.monotonic()
             # If the store does not respond, neither does rank 0.
             with contextlib.suppress(RuntimeError):
-                self._store.add(f"beat/{self._rank}", 1)
-                for rank, (count, _) in self._seen.items():
+                self._store.add(f"beat/{self.rank}", 1)
+                for rank, (count, _) in seen.items():
                     if (beats := self._store.add(f"beat/{rank}", 0)) != count:
-                        self._seen[rank] = beats, now_s
-            silent = {
-                rank: count for rank, (count, at) in self._seen.items() if now_s - at > _SILENT_S
-            }
+                        seen[rank] = beats, now_s
+            silent = {rank: count for rank, (count, at) in seen.items() if now_s - at > _SILENT_S}
             # Processes may start late, but not later than the end of the check.
             if late := [rank for rank, count in silent.items() if count]:
                 self._end(late, f"gave no sign of life for {_SILENT_S:.0f} s during {self._stage}")
             if now_s > self._end_s:
-                self._end([*silent] or self._find_behind(), f"did not finish {self._stage}")
+                self._end(
+                    [*silent] or self._find_behind({*seen, self.rank}),
+                    f"did not finish {self._stage}",
+                )
 
-    def _find_behind(self) -> list[int]:
-        stages = {rank: self._store.add(f"stage/{rank}", 0) for rank in (*self._seen, self._rank)}
+    def _find_behind(self, ranks: set[int]) -> list[int]:
+        stages = {rank: self._store.add(f"stage/{rank}", 0) for rank in ranks}
         first = min(stages.values())
         return [rank for rank, stage in stages.items() if stage == first < max(stages.values())]
 
     def _end(self, ranks: list[int], reason: str) -> NoReturn:
-        if self._rank == 0 or ranks == [0]:
+        if self.rank == 0 or ranks == [0]:
             os._exit(self._missing(ranks, reason))
         time.sleep(2 * _BEAT_S)
         os._exit(UNKNOWN)

@@ -30,7 +30,7 @@ from torchlens_perf.check.machine import (
 )
 from torchlens_perf.check.ranks import FOUND, UNKNOWN, Ranks
 from torchlens_perf.check.tournament import Transfer
-from torchlens_perf.check.words import describe_extent, format_report
+from torchlens_perf.check.words import format_report
 from torchlens_perf.errors import require
 from torchlens_perf.run.identity import collect_job_attributes
 from torchlens_perf.run.place.launcher import detect_place
@@ -100,14 +100,14 @@ def _report(
     options: argparse.Namespace, everyone: Sequence[RankFigures], verdicts: Sequence[Verdict],
     values: Mapping[str, Mapping[str, float]], *, is_compared: bool,
 ) -> int:  # fmt: skip
-    code, extent = FOUND if verdicts else 0 if is_compared else UNKNOWN, describe_extent(everyone)
+    code = FOUND if verdicts else 0 if is_compared else UNKNOWN
     if options.json:
         path = Path("/dev/stdout" if options.json == "-" else options.json)
         result = {"exit_code": code, "verdicts": verdicts, "values": values, "ranks": everyone}
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     if options.json != "-":
-        passed = f"OK  {extent}: nothing is slow" if is_compared else f"NOT COMPARED  {extent}"
-        print("\n".join(format_report(everyone, verdicts, passed, values)), flush=True)
+        lines = format_report(everyone, verdicts, values, is_compared=is_compared)
+        print("\n".join(lines), flush=True)
     return code
 
 

@@ -14,18 +14,17 @@ _LONGEST_PLACE = 40
 
 
 def format_report(
-    everyone: Sequence[RankFigures], verdicts: Sequence[Verdict], passed: str,
-    values: Mapping[str, Mapping[str, float]],
+    everyone: Sequence[RankFigures], verdicts: Sequence[Verdict],
+    values: Mapping[str, Mapping[str, float]], *, is_compared: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the lines of the report.
-
-    passed: the first line without verdicts. values: by quantity and place.
-    """
+    """Yield the lines of the report. values: by quantity and place."""
     for verdict in verdicts:
         yield f"{STATUS[verdict.kind]}  {verdict.text}"
         yield f"  Next: {verdict.action}"
     if not verdicts:
-        yield passed
+        nodes = format_count(len({each.host for each in everyone}), "node")
+        result = "OK  {}: nothing is slow" if is_compared else "NOT COMPARED  {}"
+        yield result.format(f"{format_count(len(everyone), 'rank')} on {nodes}")
     for name, places in values.items():
         if places:
             unit = find_quantity(name).unit
@@ -35,9 +34,3 @@ def format_report(
     reasons = {name: reason for each in everyone for name, reason in each.not_measured.items()}
     for name, reason in reasons.items():
         yield f"not measured: {name} ({printable(reason)})"
-
-
-def describe_extent(everyone: Sequence[RankFigures]) -> str:
-    """Return the numbers of ranks and nodes in words."""
-    nodes = len({each.host for each in everyone})
-    return f"{format_count(len(everyone), 'rank')} on {format_count(nodes, 'node')}"
