@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from torchlens_perf.analysis.statistics.quantities import format_bytes, format_p
 from torchlens_perf.check.figures import TRANSFERS, RankFigures, collect, find_quantity
 from torchlens_perf.check.judge import GROUP, Outlier, build_verdict, find_floor, locate
 from torchlens_perf.check.tournament import Transfer
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.place.launcher import hash_texts
 from torchlens_perf.store.run_folders import default_folder
 from torchlens_perf.verdicts.verdict import Verdict
@@ -42,10 +44,11 @@ def build_baseline(
         for name, places in collect(everyone).items()
     }
     names = {each.rank: each.place for each in everyone}
-    links = values.setdefault(TRANSFERS, {})
-    for row in transfers[:_MOST_LINKS]:
-        place = f"{names[row.sender]} {names[row.receiver]}"
-        links[place] = max(links.get(place, 0.0), row.bytes_per_s)
+    links = group_values(
+        (f"{names[row.sender]} {names[row.receiver]}", row.bytes_per_s)
+        for row in transfers[:_MOST_LINKS]
+    )
+    values[TRANSFERS] = {place: max(rates) for place, rates in links.items()}
     of_ranks = values.get(_NOTED, {})
     usual = median(of_ranks.values()) if of_ranks else 0.0
     notes = {
@@ -53,7 +56,7 @@ def build_baseline(
         for place, value in of_ranks.items()
     } | {
         place: f"The check of {date} measured {format_bytes(rate, 'B/s')} on this link."
-        for place, rate in links.items()
+        for place, rate in values[TRANSFERS].items()
     }  # fmt: skip
     return Baseline(date, passed, values, notes)
 
@@ -64,10 +67,9 @@ def exchange_baseline(new: Baseline, hosts: Sequence[str]) -> Baseline | None:
     A check that found something does not replace one that passed.
     """
     path = default_folder() / f"check-{hash_texts(*sorted(set(hosts)))}.json"
-    try:
+    old = None
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
         old = msgspec.json.decode(path.read_bytes(), type=Baseline)
-    except (OSError, msgspec.MsgspecError):
-        old = None
     if old is None or new.passed or not old.passed:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")

@@ -84,11 +84,10 @@ def measure_links(ranks: Ranks, nodes: Sequence[Sequence[int]], seconds: float) 
     floor = find_floor(TRANSFERS, ranks.device_name)
 
     def count_possible() -> int:
+        """Return rank 0's value."""
         left = 1 - (time.monotonic() - begin_s) / seconds
-        # The value of rank 0 counts.
-        return ranks.share(
-            max(0, int(rounds * left / max(1e-6, 1 - left))) if rounds else _FIRST_ROUNDS
-        )
+        possible = int(rounds * left / max(1e-6, 1 - left)) if rounds else _FIRST_ROUNDS
+        return ranks.gather(max(0, possible))[0]
 
     def measure(batch: Rounds) -> list[Transfer]:
         nonlocal rounds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -25,8 +24,6 @@ from torchlens_perf.check.figures import (
 from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
-
-_T = TypeVar("_T")
 
 SPREAD_FACTOR = 4.0
 """Least excess over peers, as a multiple of their spread."""
@@ -84,9 +81,9 @@ def format_value(value: float, unit: str) -> str:
 
 
 def find_outliers(
-    values: Mapping[_T, Sequence[float]], name: str, floor: float
-) -> Iterator[tuple[_T, Outlier]]:
-    """Yield the keys whose values are worse than those of the others in almost every round.
+    values: Mapping[str, Sequence[float]], name: str, floor: float
+) -> Iterator[tuple[str, Outlier]]:
+    """Yield the places whose values are worse than those of the others in almost every round.
 
     values: one value per round for each of several equal parts.
     """

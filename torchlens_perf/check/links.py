@@ -61,15 +61,12 @@ class Rates:
         ]  # fmt: skip
         spread = robust_standard_deviation(np.array(noise)) if noise else 0.0
         most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
-        for pair, rate in self.rates.items():
-            excess = math.log(self.usual / rate)
-            if self.lost[pair] > most_lost or excess > max(math.log(floor), SPREAD_FACTOR * spread):
-                self.bad.add(pair)
+        lossy = {pair for pair, share in self.lost.items() if share > most_lost}
+        least = self.usual / max(floor, math.exp(SPREAD_FACTOR * spread))
+        self.bad = lossy | {pair for pair, rate in self.rates.items() if rate < least}
         # Most pairs are good if only single links are bad, so the median is the usual rate, too.
-        least = median(self.rates.values()) / floor
-        self.unproven |= {
-            pair for pair in self.bad if self.rates[pair] > least and self.lost[pair] <= most_lost
-        }
+        middle = median(self.rates.values())
+        self.unproven |= {pair for pair in self.bad - lossy if self.rates[pair] > middle / floor}
 
     def find_parts(self, ranks: set[int]) -> Iterator[_Part]:
         """Yield the bad parts of the network between these ranks."""
@@ -115,7 +112,7 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
         {each.rank: each.host for each in everyone},
         find_floor(TRANSFERS, everyone[0].device),
     )
-    nodes, found = list_nodes(everyone), []
+    nodes = list_nodes(everyone)
     between = Rates(
         (each for each in transfers if hosts[each.sender] != hosts[each.receiver]), floor
     )
@@ -123,10 +120,11 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
     inside = (each for each in transfers if hosts[each.sender] == hosts[each.receiver])
     within = Rates((each._replace(lost_share=0.0) for each in inside), floor)
     # Ranks on the CPUs of one node have no link between them.
-    for node in nodes if everyone[0].device != "CPU" else ():
-        found += [
-            _build_link_verdict([part], within, everyone) for part in within.find_parts({*node})
-        ]
+    has_links = everyone[0].device != "CPU"
+    found = [
+        _build_link_verdict([part], within, everyone)
+        for node in nodes * has_links for part in within.find_parts({*node})
+    ]  # fmt: skip
     # Rank 0 of a node is measured with ranks 0 of other nodes, and so on.
     lanes = (
         {node[lane] for node in nodes if lane < len(node)} for lane in range(max(map(len, nodes)))
@@ -150,18 +148,15 @@ def _build_link_verdict(
     switches = {each.switch for each in everyone if each.rank in ranks}
     pairs = frozenset[Pair]().union(*(part.pairs for part in parts))
     if first.other is not None:
-        to = "and" if first.receives else "to"
-        ends = f"rank {ranks[0]} ({names[0]}) {to} rank {first.other} ({hosts[first.other]})"
-        subject = f"the link {'between' if first.receives else 'from'} {ends}"
         ranks = [ranks[0], first.other]
-    elif len(names) > 1:
-        where = f"nodes {', '.join(names)}"
-        is_switch = len(switches) == 1 and "" not in switches
+        ends = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
         subject = (
-            f"switch {switches.pop()} of {where}"
-            if is_switch
-            else f"the connection of {where} with other nodes"
+            f"the link {('between {} and {}' if first.receives else 'from {} to {}').format(*ends)}"
         )
+    elif len(names) > 1:
+        is_known = len(switches) == 1 and "" not in switches
+        switch = f"switch {switches.pop()}" if is_known else "the connection to other nodes"
+        subject = f"{switch} of nodes {', '.join(names)}"
     else:
         where = f"node {names[0]}" if ranks == mates else f"{format_rank_list(ranks)} ({names[0]})"
         subject = f"the port of {where}"

@@ -82,12 +82,11 @@ def list_rank_measures(device: torch.device) -> dict[str, Measure]:
     if on_device:
         pinned = torch.ones(copied, dtype=torch.uint8, pin_memory=True)
         one = torch.ones(1, device=device)
-        found["copy to the device"] = rate(copied, lambda: source.copy_(pinned, non_blocking=True))
-        found["copy from the device"] = rate(
-            copied, lambda: pinned.copy_(source, non_blocking=True)
-        )
-        found["kernel launch"] = lambda budget_s: time_call(lambda: one.add_(1), budget_s, CPU)
-    found["one CPU thread"] = lambda budget_s: time_call(lambda: sum(range(_LOOPS)), budget_s, CPU)
+        found |= {
+            "copy to the device": rate(copied, lambda: source.copy_(pinned, non_blocking=True)),
+            "copy from the device": rate(copied, lambda: pinned.copy_(source, non_blocking=True)),
+            "kernel launch": lambda budget_s: time_call(lambda: one.add_(1), budget_s, CPU),
+        }
     group = ControlGroup(os.getpid())
     before = group.quota_periods() or (0, 0)
 
@@ -95,7 +94,10 @@ def list_rank_measures(device: torch.device) -> dict[str, Measure]:
         periods, throttled = group.quota_periods() or before
         return 1 - min(0.999, (throttled - before[1]) / max(1, periods - before[0]))
 
-    return found | {"CPU quota": measure_quota}
+    return found | {
+        "one CPU thread": lambda budget_s: time_call(lambda: sum(range(_LOOPS)), budget_s, CPU),
+        "CPU quota": measure_quota,
+    }
 
 
 def list_node_measures() -> dict[str, Measure]:
@@ -111,32 +113,26 @@ def list_node_measures() -> dict[str, Measure]:
         torch.set_num_threads(before)
         return 2.0 * _SIZE**3 / seconds
 
-    def write() -> int:
-        os.fdatasync(file.fileno())
-        return int(file.write(_BLOCK))
-
     def stream(step: Callable[[], int], budget_s: float) -> float:
         # Read from the disk instead of the page cache.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
-        return _measure_rate(step, budget_s)
+        begin_s, total = time.perf_counter(), 0
+        while count := step():
+            total += count
+            if time.perf_counter() - begin_s >= budget_s or total >= _MOST_FILE_BYTES:
+                break
+        return total / (time.perf_counter() - begin_s)
 
     return {
         "all CPU threads": measure_all_threads,
         "Python import": _measure_import,
-        "disk write": functools.partial(stream, write),
+        # Each write waits for the disk. Offset -1 is that of the file.
+        "disk write": functools.partial(
+            stream, lambda: os.pwritev(file.fileno(), [_BLOCK], -1, os.RWF_DSYNC)
+        ),
         "disk read": functools.partial(stream, lambda: len(file.read(len(_BLOCK)))),
     }
-
-
-def _measure_rate(step: Callable[[], int], budget_s: float) -> float:
-    """Return the bytes per second of steps, which return their bytes."""
-    begin_s, total = time.perf_counter(), 0
-    while count := step():
-        total += count
-        if time.perf_counter() - begin_s >= budget_s or total >= _MOST_FILE_BYTES:
-            break
-    return total / (time.perf_counter() - begin_s)
 
 
 def read_sizes() -> dict[str, float]:

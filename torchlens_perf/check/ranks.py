@@ -69,10 +69,6 @@ class Ranks:
         dist.all_gather_object(rows, msgspec.json.encode(value))
         return [msgspec.json.decode(row, type=kind) for row in rows]
 
-    def share(self, value: _T) -> _T:
-        """Return rank 0's value."""
-        return self.gather(value)[0]
-
     def meet(self, stage: str) -> None:
         """Wait for all ranks. stage: what they do next, for the report on a rank that does not come."""
         self._stage = stage

@@ -70,7 +70,9 @@ def run_check(options: argparse.Namespace) -> int:
             first.values[name] = {" ".join(everyone[rank].place for rank in members): rates}
         transfers = measure_links(ranks, list_nodes(everyone), options.seconds * _LINKS_SHARE)
         everyone = ranks.gather(first, RankFigures)
-        code = ranks.share(conclude(options, everyone, transfers) if ranks.rank == 0 else UNKNOWN)
+        code = ranks.gather(conclude(options, everyone, transfers) if ranks.rank == 0 else UNKNOWN)[
+            0
+        ]
         dist.destroy_process_group()
     except RuntimeError as error:
         ranks.fail(error)

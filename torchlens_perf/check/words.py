@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
@@ -31,6 +32,5 @@ def format_report(
             worst = (max if unit == "s" else min)(places, key=lambda each: places[each])
             extreme = f"  worst: {format_value(places[worst], unit)} ({printable(worst)[:_LONGEST_PLACE]})"
             yield f"  {name:44} {format_value(median(places.values()), unit):>14}{extreme * (len(places) > 1)}"
-    reasons = {name: reason for each in everyone for name, reason in each.not_measured.items()}
-    for name, reason in reasons.items():
+    for name, reason in ChainMap(*(each.not_measured for each in everyone)).items():
         yield f"not measured: {name} ({printable(reason)})"
