@@ -77,6 +77,8 @@ class Network:
 
     def describe_ranks(self) -> list[RankFigures]:
         return [
-            RankFigures(rank, 0, f"n{rank}", "a GPU", "a CPU", f"leaf{rank // self.per_switch}")
+            RankFigures(
+                rank, f"n{rank}/0", f"n{rank}", "a GPU", "a CPU", f"leaf{rank // self.per_switch}"
+            )
             for rank in range(self.nodes)
         ]

@@ -26,7 +26,7 @@ def ranks_of(
         host = f"node-{rank // 2}"
         slow = [(of_rank or {}).get((rank, index), 1.0) for index in range(ROUNDS)]
         speeds = [1e9 * each * noise.uniform(0.95, 1.05) for each in slow]
-        figures = RankFigures(rank, rank % 2, host, "CPU", "a CPU")
+        figures = RankFigures(rank, f"{host}/{rank % 2}", host, "CPU", "a CPU")
         figures.values["matmul float32"] = {figures.place: speeds}
         if rank % 2 == 0:
             figures.values["MTU of eth0"] = {host: [1500 * (of_node or {}).get(host, 1.0)]}

@@ -69,7 +69,7 @@ def test_two_nodes_have_a_link_in_one_direction() -> None:
 def test_slow_gpu_link_inside_of_a_node_is_named(device: str, named: list[str]) -> None:
     """Ranks on CPUs of one node have no link between them: other programs make transfers slow."""
     network = Network(4, sends={2: 0.4}, receives={2: 0.4})
-    ranks = [RankFigures(rank, rank, "n0", device, "a CPU") for rank in range(4)]
+    ranks = [RankFigures(rank, f"n0/{rank}", "n0", device, "a CPU") for rank in range(4)]
     pairs = itertools.permutations(range(4), 2)
 
     assert subjects(judge_links([network.transfer(*pair) for pair in pairs], ranks)) == named

@@ -64,13 +64,13 @@ def measure_groups(
             time_calls(call, 2, ranks.device)
             slowest_s = torch.tensor(time_calls(call, 3, ranks.device))
             dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
-            count = int(budget_s / len(mesh) / len(sizes) / len(calls) / ROUNDS / float(slowest_s))
-            seconds = [
-                time_calls(call, max(1, min(count, 200)), ranks.device) for _ in range(ROUNDS)
-            ]
+            repeats = int(
+                budget_s / len(mesh) / len(sizes) / len(calls) / ROUNDS / float(slowest_s)
+            )
+            measure = partial(time_calls, call, max(1, min(repeats, 200)), ranks.device)
             rates = [
-                bus_bandwidth(operation, len(members), whole.nbytes, each * 1e9) or 0.0
-                for each in seconds
+                bus_bandwidth(operation, len(members), whole.nbytes, 1e9 * measure()) or 0.0
+                for _ in range(ROUNDS)
             ]
             yield f"{operation}, {format_bytes(whole.nbytes, 'B')}, {name}", members, rates
 
@@ -119,8 +119,7 @@ def _measure_pair(ranks: Ranks, pair: Pair, payload: torch.Tensor) -> Iterator[T
 def _exchange(tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
     """Send a tensor to a rank, or receive it from there, in the communicator of all ranks."""
     operation = dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer)
-    for work in dist.batch_isend_irecv([operation]):
-        work.wait()
+    dist.batch_isend_irecv([operation])[0].wait()
 
 
 def _read_segments() -> tuple[int, int]:

@@ -71,7 +71,8 @@ class RankFigures(Struct, frozen=True):
     """Values that one rank measured."""
 
     rank: int
-    local_rank: int
+    place: str
+    """HOST/LOCAL_RANK, which stays the same if a later job orders ranks anew."""
     host: str
     device: str
     """Model of the GPU, or of the CPU."""
@@ -82,11 +83,6 @@ class RankFigures(Struct, frozen=True):
     """Values of the rank, of the node if this is its first rank, and of the rank's groups."""
     not_measured: dict[str, str] = field(default_factory=dict)
     """Reasons, by quantity."""
-
-    @property
-    def place(self) -> str:
-        """The name of the rank's place, which stays the same if a later job orders ranks anew."""
-        return f"{self.host}/{self.local_rank}"
 
 
 def collect(everyone: Iterable[RankFigures]) -> Values:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class Rates:
         middle = median(self.rates.values())
         self.unproven |= {pair for pair in self.bad - lossy if self.rates[pair] > middle / floor}
 
-    def find_parts(self, ranks: set[int]) -> Iterator[_Part]:
+    def find_parts(self, ranks: set[Any]) -> Iterator[_Part]:
         """Yield the bad parts of the network between these ranks."""
         pairs = [pair for pair in self.rates if ranks.issuperset(pair)]
         bad = self.bad.intersection(pairs)
@@ -126,10 +126,7 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
         for node in nodes * has_links for part in within.find_parts({*node})
     ]  # fmt: skip
     # Rank 0 of a node is measured with ranks 0 of other nodes, and so on.
-    lanes = (
-        {node[lane] for node in nodes if lane < len(node)} for lane in range(max(map(len, nodes)))
-    )
-    parts = [part for lane in lanes for part in between.find_parts(lane)]
+    parts = [part for lane in itertools.zip_longest(*nodes) for part in between.find_parts({*lane})]
     alike = group_values(
         ((frozenset(map(hosts.get, part.ranks)), part.sends, part.receives, hosts.get(part.other or -1)), part)
         for part in parts

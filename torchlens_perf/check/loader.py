@@ -248,7 +248,9 @@ def try_workers(
             if count:
                 step()
             if count % workers == 0:
-                rounds.append((time.perf_counter(), _sum_up(hook.times, pids)))
+                # How long workers have waited for a CPU, in ns.
+                waits = (int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) for pid in pids)
+                rounds.append((time.perf_counter(), [*hook.times.sum_up(pids), sum(waits)]))
             if len(rounds) > 2 and rounds[-1][0] - rounds[0][0] > seconds:
                 break
     require(
@@ -266,12 +268,6 @@ def try_workers(
         "queue": workers * period_s - busy_s,
     }
     return Trial(workers, period_s, {name: max(0.0, each) for name, each in times_s.items()})
-
-
-def _sum_up(times: WorkerTimes, pids: list[int]) -> list[int]:
-    """Return the sums of workers, and how long they have waited for a CPU in ns."""
-    waits = (int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) for pid in pids)
-    return [*times.sum_up(pids), sum(waits)]
 
 
 def predict_workers(one: Trial, step_s: float, cpus: float) -> int:

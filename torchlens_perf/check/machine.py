@@ -13,12 +13,13 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from importlib import util
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy
 import torch
 
+from torchlens_perf.check.loader import drop_pages
 from torchlens_perf.config import CHILD
 from torchlens_perf.run.processes import read_kernel_text
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
@@ -35,10 +36,7 @@ _MOST_FILE_BYTES = 1 << 28
 # ioctl(2) of <linux/sockios.h> and flags of <net/if.h>.
 _SIOCGIFFLAGS, _SIOCGIFMTU = 0x8913, 0x8921
 _UP_AND_RUNNING, _LOOPBACK = 0x41, 0x08
-_IMPORTED = "numpy"
-_TIMED_IMPORT = (
-    f"import time; t = time.perf_counter(); import {_IMPORTED}; print(time.perf_counter() - t)"
-)
+_TIMED_IMPORT = "import time; t = time.perf_counter(); import numpy; print(time.perf_counter() - t)"
 
 
 def time_call(call: Callable[[], object], budget_s: float, device: torch.device) -> float:
@@ -154,11 +152,9 @@ def describe_machine() -> str:
 
 def _measure_import(_: float) -> float:
     """Return the seconds of an import in a new process, whose files are read from where they lie."""
-    spec = util.find_spec(_IMPORTED)
-    for path in Path(str(spec and spec.origin)).parent.rglob("*.*"):
+    for path in Path(numpy.__file__).parent.rglob("*.*"):
         if path.suffix in (".py", ".pyc", ".so"):
-            with path.open("rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_pages(path)
     done = subprocess.run(
         [sys.executable, "-c", _TIMED_IMPORT],
         env={**os.environ, CHILD: "1"}, capture_output=True, text=True, check=True, timeout=60,

@@ -55,7 +55,7 @@ def run_check(options: argparse.Namespace) -> int:
     try:
         first = RankFigures(
             rank=place.rank,
-            local_rank=place.local_rank or 0,
+            place=f"{socket.gethostname()}/{place.local_rank or 0}",
             host=socket.gethostname(),
             device=ranks.device_name,
             machine=describe_machine(),
