@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -96,8 +97,8 @@ def test_webhook_receives_one_alert_in_the_form_of_alertmanager(
     (alert,) = body["alerts"]
     assert alert["labels"]["node"] == "node-0001"
     assert "ranks 2-3" in alert["annotations"]["summary"]
-    assert [each["state"] for each in read_lines(run / ledger.NAME)] == ["sending", "sent"]
-    assert "ranks 2-3" in read_lines(run / ledger.NAME)[0]["why"]
+    assert [each["state"] for each in read_lines(run / ledger.NAME, {})] == ["sending", "sent"]
+    assert "ranks 2-3" in read_lines(run / ledger.NAME, {})[0]["why"]
 
 
 @pytest.mark.parametrize("status", [500, 302])
@@ -190,8 +191,27 @@ def test_ledger_that_cannot_be_written_sends_nothing(
 ) -> None:
     (run / ledger.NAME).mkdir()
     assert act(run, "--to", f"webhook={receiver.url}", "--send") == 2
-    assert "cannot be written: Is a directory" in capsys.readouterr().err
+    assert "cannot be used: Is a directory" in capsys.readouterr().err
     assert receiver.bodies == []
+
+
+def test_strange_ledgers_of_other_runs_stop_nothing(run: Path) -> None:
+    line = json.dumps({"unix_s": "now", "state": [], "target": 1, "node": {}, "kind": None})
+    for number, text in enumerate([b"5\n[]\n", line.encode(), b"\xff\n", b"[" * 100_000]):
+        (run.parent / f"other-{number}").mkdir()
+        (run.parent / f"other-{number}" / ledger.NAME).write_bytes(text)
+    (run.parent / "pipe").mkdir()
+    os.mkfifo(run.parent / "pipe" / ledger.NAME)
+    assert Ledger(run).find_recent_nodes() == set()
+
+
+def test_nothing_is_written_through_a_link(run: Path, capsys: Any) -> None:
+    (run.parent / "mine").write_text("")
+    (run / ledger.NAME).symlink_to(run.parent / "mine")
+    assert act(run, "--to", f"exclude={run.parent / 'list'}", "--send") == 2
+    assert "cannot be used" in capsys.readouterr().err
+    assert (run.parent / "mine").read_text() == ""
+    assert not (run.parent / "list").exists()
 
 
 def test_healthy_run_says_so(tmp_path: Path, capsys: Any) -> None:

@@ -53,7 +53,7 @@ def test_answers_are_those_of_the_report_and_nothing_outside_is_read(folder: Pat
         ("verdicts", {"run": "slow"}),
         ("account", {"run": "slow", "rank": 3}),
         ("compare", {"before": "clean", "after": "slow"}),
-        ("query", {"run": "slow", "sql": "SELECT rank, step FROM steps"}),
+        ("query", {"run": "slow", "sql": "SELECT rank, step FROM steps -- all"}),
         ("verdicts", {"run": f"../{folder.name}/slow"}),
         ("query", {"run": "slow", "sql": "SELECT * FROM read_text('/etc/hostname')"}),
         ("account", {"run": "slow", "rank": 99}),

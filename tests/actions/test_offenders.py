@@ -112,6 +112,8 @@ def test_table_gets_new_runs_only_and_changed_ones_replace_their_rows(folder: Pa
     assert (folder / fleet.NAME).read_text() == before
     later = time.time_ns() + 10**9
     os.utime(folder / "r0" / "nodes", ns=(later, later))
+    with (folder / fleet.NAME).open("a") as file:
+        file.write('{"run": "cut by a cr')
     fleet.update_table(folder)
     assert len((folder / fleet.NAME).read_text()) > len(before)
     (found,) = fleet.run_sql(folder, ["SELECT count(*) FROM fleet WHERE run = 'r0'"], "duckdb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,12 @@ NODE = NamedNode(
     judged=10, since="", text="slow", causes=("cpu_clock",), is_whole=False, is_live=False,
 )  # fmt: skip
 RULES = Rules(allowed=("gpu-*",), most=2)
+
+
+def _object(
+    node: NamedNode, rules: Rules, recent: Collection[str] = (), *, drains: bool = False
+) -> str:
+    return find_objection(node, rules, recent, drains=drains, sent_name=node.host)
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +61,32 @@ def test_planted_node_is_named_with_all_its_ranks_and_its_cost(slow_node: list[N
     ],
 )  # fmt: skip
 def test_rule(change: dict[str, object], drains: bool, why: str) -> None:
-    found = find_objection(msgspec.structs.replace(NODE, **change), RULES, (), drains=drains)
+    found = _object(msgspec.structs.replace(NODE, **change), RULES, drains=drains)
     assert why in found
     assert bool(found) == bool(why)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("login-1", "no --allow pattern matches login-1"),
+        ("gpu-[1-99]", "no name of one node"),
+        ("gpu-1,login-1", "no name of one node"),
+        ("gpu-1\nlogin-1", "no name of one node"),
+    ],
+)
+def test_rules_hold_for_the_name_that_is_sent(name: str, why: str) -> None:
+    """A job says both, and its folder may be another user's."""
+    assert why in find_objection(NODE, RULES, (), drains=False, sent_name=name)
+
+
 def test_nothing_is_allowed_by_default() -> None:
-    assert "no --allow pattern" in find_objection(NODE, Rules(), (), drains=False)
+    assert "no --allow pattern" in _object(NODE, Rules())
 
 
 def test_number_of_nodes_in_a_day_is_limited_but_the_same_node_may_go_to_another_target() -> None:
-    assert "2 nodes in 24 hours" in find_objection(NODE, RULES, {"gpu-1", "gpu-2"}, drains=False)
-    assert not find_objection(NODE, RULES, {"gpu-1", "gpu-7"}, drains=False)
+    assert "2 nodes in 24 hours" in _object(NODE, RULES, {"gpu-1", "gpu-2"})
+    assert not _object(NODE, RULES, {"gpu-1", "gpu-7"})
 
 
 @pytest.mark.parametrize(

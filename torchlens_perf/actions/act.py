@@ -22,7 +22,7 @@ from torchlens_perf.actions.nodes import (
 from torchlens_perf.actions.nvsentinel import NVSentinel
 from torchlens_perf.actions.otlp import export_outcome
 from torchlens_perf.actions.targets import ExclusionList, NotSentError, Slurm, Target, Webhook
-from torchlens_perf.errors import RunStoreError, printable, require, unknown_word_text
+from torchlens_perf.errors import printable, require, unknown_word_text
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.words.report import Report
@@ -61,10 +61,7 @@ def follow_run(run: Path, options: argparse.Namespace) -> int:
     printed: set[str] = set()
     while True:
         report = load_report(RunDirectory(run), lost_time=False)
-        try:
-            outcomes = list(report_nodes(report, run, targets, rules, send=options.send))
-        except OSError as error:
-            raise RunStoreError(f"{run} cannot be written: {error.strerror or error}") from None
+        outcomes = list(report_nodes(report, run, targets, rules, send=options.send))
         for line in itertools.chain.from_iterable(map(describe_outcome, outcomes)):
             if line not in printed:
                 printed.add(line)
@@ -94,8 +91,8 @@ def report_nodes(
 ) -> Iterator[Outcome]:
     """Yield the outcome for each node that the run's verdicts name, at each target.
 
-    targets: by the text of --to. send: False to send nothing. Raise OSError if the ledger cannot be
-    written.
+    targets: by the text of --to. send: False to send nothing. Raise RunStoreError if the ledger
+    cannot be written.
     """
     record = Ledger(run)
     for node in find_nodes(report):
@@ -112,7 +109,8 @@ def _report_node(
 ) -> Outcome:
     if record.is_sent(node, name):
         return Outcome(node, name, KNOWN, "")
-    objection = find_objection(node, rules, record.find_recent_nodes(), drains=target.drains)
+    sent_name, recent = node.name_for(target.attribute), record.find_recent_nodes()
+    objection = find_objection(node, rules, recent, drains=target.drains, sent_name=sent_name)
     if objection:
         return Outcome(node, name, REFUSED, objection)
     if not send:

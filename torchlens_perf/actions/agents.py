@@ -81,7 +81,9 @@ class RunTools:
         notes: list[str] = []
         is_select = sql.lstrip().lower().startswith(("select", "with"))
         text = (
-            f"SELECT * FROM ({sql.strip().rstrip(';')}) LIMIT {MAX_ROWS + 1}" if is_select else sql
+            f"SELECT * FROM ({sql.strip().rstrip(';')}\n) LIMIT {MAX_ROWS + 1}"
+            if is_select
+            else sql
         )
         found = run_query(text, [str(self._find(run))], notes)
         rows = [dict(zip(found.names, row, strict=True)) for row in found.rows[:MAX_ROWS]]

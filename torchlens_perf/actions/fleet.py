@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf.actions.ledger import read_lines
+from torchlens_perf.actions.ledger import open_to_append, read_lines
 from torchlens_perf.actions.nodes import is_of_machine
 from torchlens_perf.errors import DAMAGED_DATA, TorchlensPerfError
 from torchlens_perf.query.files import Rows
@@ -38,9 +38,10 @@ def update_table(folder: Path) -> list[str]:
     Raise OSError or RunStoreError.
     """
     problems, runs = [], find_runs(folder)
-    with (folder / NAME).open("a") as file:
+    with open_to_append(folder / NAME) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        known = {each["run"]: each["changed_ns"] for each in read_lines(folder / NAME)}
+        lines = read_lines(folder / NAME, {"run": str, "changed_ns": int})
+        known = {each["run"]: each["changed_ns"] for each in lines}
         new = [each for each in runs if each.changed_ns > known.get(each.name, 0)]
         for name, changed_ns in new:
             try:
@@ -51,8 +52,9 @@ def update_table(folder: Path) -> list[str]:
                 problems.append(f"{name}: {error}")
                 continue
             about = {"run": name, "changed_ns": changed_ns}
-            # One write for a run: after a crash, it is there as a whole or is read again.
-            file.write("".join(f"{json.dumps(about | row)}\n" for row in rows))
+            # One write for a run: after a crash, it is there as a whole or is read again. A line that
+            # a crash has cut ends here.
+            file.write("".join(f"\n{json.dumps(about | row)}\n" for row in rows))
             file.flush()
     return problems
 

@@ -20,7 +20,7 @@ _MAX_MESSAGE = 1024
 class Kubernetes:
     """The API server of this pod's cluster, or of the usual kubeconfig file."""
 
-    drains = False
+    drains, attribute = False, KUBERNETES_NAME
 
     def __init__(self) -> None:
         require_packages("--to kubernetes", ["kubernetes"], "kubernetes")

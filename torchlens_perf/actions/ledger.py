@@ -11,13 +11,19 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torchlens_perf.actions.nodes import DAY_S, NamedNode
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import ownership
 
 NAME = "actions.jsonl"
+_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "unix_s": (int, float), "state": str, "target": str, "node": str, "kind": str,
+}  # fmt: skip
+_MOST_BYTES = 1 << 28
 SENDING, SENT, FAILED = "sending", "sent", "failed"
 
 
@@ -30,11 +36,13 @@ class Ledger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the folder of runs. Raise OSError."""
+        """Hold the lock of the folder of runs. Raise RunStoreError, also for an OSError meanwhile."""
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             yield
+        except OSError as error:
+            raise RunStoreError(f"{self._path} cannot be used: {error.strerror or error}") from None
         finally:
             os.close(folder)
 
@@ -42,7 +50,7 @@ class Ledger:
         """Return True if this finding was sent to this target, also in an earlier attempt of the job."""
         states = [
             each["state"]
-            for each in read_lines(self._path)
+            for each in read_lines(self._path, _FIELDS)
             if (each["node"], each["kind"], each["target"]) == (node.host, node.kind, target)
         ]
         return bool(states) and states[-1] != FAILED
@@ -57,7 +65,7 @@ class Ledger:
                 if os.stat(path).st_mtime >= since_s:
                     found |= {
                         (run.name, each["node"], each["target"]): each["state"]
-                        for each in read_lines(Path(path))
+                        for each in read_lines(path, _FIELDS)
                         if each["unix_s"] >= since_s
                     }
         return {node for (_, node, _), state in found.items() if state != FAILED}
@@ -75,7 +83,7 @@ class Ledger:
             "why": node.reason,
             "text": text,
         }
-        with self._path.open("a") as file:
+        with open_to_append(self._path) as file:
             # A line that a crash has cut ends here.
             file.write(f"\n{json.dumps(line)}\n")
             file.flush()
@@ -83,11 +91,31 @@ class Ledger:
         return line
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ledger, without those that a crash has cut."""
+def open_to_append(path: Path) -> IO[str]:
+    """Open a file in a folder that other users may write to. Raise RunStoreError, also for a link or a FIFO."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return open(path, "a", opener=lambda name, usual: os.open(name, usual | flags, 0o666))
+    except OSError as error:
+        raise RunStoreError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def read_lines(
+    path: str | Path, fields: Mapping[str, type | tuple[type, ...]]
+) -> list[dict[str, Any]]:
+    """Return the lines that have these fields, without those that a crash has cut. Raise OSError.
+
+    Another user may have written the file.
+    """
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
+        content = ownership.read_regular_file(path, _MOST_BYTES).decode(errors="replace")
+        for line in content.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
-    return found
+    return [
+        each
+        for each in found
+        if isinstance(each, dict)
+        and all(isinstance(each.get(name), kind) for name, kind in fields.items())
+    ]

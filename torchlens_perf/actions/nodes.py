@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -19,6 +20,7 @@ _OF_PROGRAM = ("gc", "own_threads", "alloc_retries", "slow_storage", "cpu_quota"
 _MIN_HELD = 0.8
 """Smallest share of the windows in which a node must be slow."""
 DAY_S = 86_400.0
+_ONE_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Rules(NamedTuple):
@@ -105,14 +107,18 @@ def is_of_machine(verdict: Verdict) -> bool:
     return (is_slow and verdict.evidence.cause not in _OF_WORK) or is_contended
 
 
-def find_objection(node: NamedNode, rules: Rules, recent: Collection[str], *, drains: bool) -> str:
+def find_objection(
+    node: NamedNode, rules: Rules, recent: Collection[str], *, drains: bool, sent_name: str
+) -> str:
     """Return why a node must not be reported now; "" if it may.
 
     recent: nodes that were reported in the last 24 hours. drains: True if no new job would start on
-    the node.
+    the node. sent_name: the node's name at the target, which comes from the job as the host does.
     """
-    if not any(fnmatchcase(node.host, pattern) for pattern in rules.allowed):
-        return f"no --allow pattern matches {node.host}"
+    if not any(fnmatchcase(sent_name, pattern) for pattern in rules.allowed):
+        return f"no --allow pattern matches {sent_name}"
+    if not _ONE_NODE.fullmatch(sent_name):
+        return f"{sent_name} is no name of one node"
     if node.cost_share < rules.min_share:
         return f"it costs {format_percent(node.cost_share)} of the step, less than {format_percent(rules.min_share)}"
     if node.windows < rules.min_windows or node.windows < _MIN_HELD * node.judged:

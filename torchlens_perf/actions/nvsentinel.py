@@ -26,6 +26,8 @@ _REMEDIATE, _STORE_ONLY = 1, 2
 class NVSentinel:
     """NVSentinel on this node. Events are stored only, or quarantine the node if it drains."""
 
+    attribute = KUBERNETES_NAME
+
     def __init__(self, socket: str, *, drains: bool) -> None:
         self._socket, self.drains = socket, drains
 

@@ -27,6 +27,8 @@ class Target(Protocol):
 
     drains: bool
     """True if no new job starts on the node then."""
+    attribute: str
+    """Attribute with the node's name here; "" for its host name."""
 
     def describe(self, node: NamedNode) -> str:
         """Return what send() does, in one line."""
@@ -38,6 +40,8 @@ class Target(Protocol):
 class Slurm:
     """The comment of a node in Slurm; or its state DRAIN with the reason, if it drains. Slurm forgets the
     reason of a node that is not drained."""
+
+    attribute = SLURM_NAME
 
     def __init__(self, *, drains: bool) -> None:
         require(shutil.which("scontrol") is not None, "--to slurm: scontrol is not in PATH")
@@ -63,7 +67,7 @@ class Slurm:
 class ExclusionList:
     """A file of node names, which `sbatch --exclude=./FILE` and `srun --exclude=./FILE` read."""
 
-    drains = False
+    drains, attribute = False, SLURM_NAME
 
     def __init__(self, path: Path) -> None:
         require(path.parent.is_dir(), f"--to exclude={path}: there is no folder {path.parent}")
@@ -84,7 +88,7 @@ class ExclusionList:
 class Webhook:
     """An address that takes alerts as Prometheus' Alertmanager sends them to webhooks (version 4)."""
 
-    drains = False
+    drains, attribute = False, ""
 
     def __init__(self, url: str) -> None:
         is_address = url.startswith(("http://", "https://"))
