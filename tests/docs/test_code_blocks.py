@@ -76,7 +76,6 @@ NOT_EXECUTED = {
     "torchlens-perf query": "reads a user's run: tests/query",
     "torchlens-perf report RUN_DIR --perfetto": "writes a large file: tests/timeline",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
-    "torchlens-perf simulate --rows --ranks 4096": "takes long on a busy machine: tests/simulate",
     "torchrun --nproc-per-node 8 -m torchlens_perf check": "takes long: tests/check",
 }
 # Other programs and shell keywords, which are neither parsed nor executed here.
