@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,15 @@ def test_verdicts_of_a_job_say_what_the_check_measured_at_the_same_place(
     assert unknown == verdict_on("straggler", 3)
 
 
-def test_damaged_file_of_a_check_adds_nothing(tmp_path: Path) -> None:
-    (tmp_path / "check-00000000.json").write_text("{}")
-    report: Any = {"ranks": [], "verdicts": []}
+@pytest.mark.parametrize("text", ["{}", '{"notes": {"node-1/0": 5}}', None])
+def test_damaged_file_of_a_check_adds_nothing(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "check-00000000.json"
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text)
+    rows = [{"rank": 0, "host": "node-1", "local_rank": 0}]
+    report: Any = {"ranks": rows, "verdicts": [verdict_on("straggler", 0)]}
     add_last_check(tmp_path, report)
 
-    assert report["verdicts"] == []
+    assert report["verdicts"] == [verdict_on("straggler", 0)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
 
 from torchlens_perf.errors import DAMAGED_DATA
+from torchlens_perf.run import ownership
 from torchlens_perf.verdicts.words.report import Report
 
 
@@ -19,11 +19,15 @@ def add_last_check(folder: Path, report: Report) -> None:
     A check has notes on places: HOST/LOCAL_RANK, or two of them for a link.
     """
     notes: dict[str, str] = {}
+    # Other users may write to the folder, also what would block or spoil the report.
     with contextlib.suppress(OSError, *DAMAGED_DATA):
-        for path in sorted(folder.glob("check-*.json"), key=os.path.getmtime):
-            notes |= msgspec.json.decode(path.read_bytes())["notes"]
+        for path in sorted(folder.glob("check-*.json"), key=lambda each: each.lstat().st_mtime):
+            notes |= msgspec.convert(
+                msgspec.json.decode(ownership.read_regular_file(path, 1 << 24))["notes"],
+                dict[str, str],
+            )
     places = {row["rank"]: f"{row['host']}/{row['local_rank']}" for row in report["ranks"]}
     for index, each in enumerate(report["verdicts"]):
-        note = notes.get(" ".join(places.get(rank, "") for rank in each.ranks))
-        if note and each.kind in ("straggler", "slow_link"):
+        place = " ".join(places.get(rank, "") for rank in each.ranks)
+        if each.kind in ("straggler", "slow_link") and (note := notes.get(place)):
             report["verdicts"][index] = structs.replace(each, notes=(*each.notes, note))
