@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.roles.tables import job_events, job_iterations, shuffled
-from torchlens_perf.roles.iterations import Event, build_iterations
+from torchlens_perf.roles.iterations import Event, build_iterations, sum_tokens
 from torchlens_perf.roles.report import sum_parts
 
 WHOLE_S = 0.01 + 0.3 + 0.03 + 0.03 + 0.01 + 0.2 + 0.05
+
+
+@pytest.mark.parametrize(
+    ("numbers", "total"), [([3, 4], 7), ([3, None], None), ([], None), ([0, 0], 0)]
+)
+def test_sum_of_tokens_is_unknown_if_a_part_is(
+    numbers: list[int | None], total: int | None
+) -> None:
+    assert sum_tokens(numbers) == total
 
 
 def test_parts_of_an_iteration_add_up_to_its_time() -> None:

@@ -95,6 +95,12 @@ Change = Callable[[Sample, Segment], float]
 """Returns the seconds that a segment of a sample would take."""
 
 
+def sum_tokens(numbers: Iterable[int | None]) -> int | None:
+    """Return the sum of numbers of tokens; None without numbers, or where one is not known."""
+    known = list(numbers)
+    return None if None in known or not known else sum(each or 0 for each in known)
+
+
 @dataclasses.dataclass(frozen=True)
 class Iteration:
     """One iteration of the lead trainer. rollout_s, steps_s, weights_s and other_s add up to its
@@ -286,13 +292,12 @@ def _build_samples(
     found: dict[str, list[Sample]] = defaultdict(list)
     for sent, mine in sorted(stages.items(), key=lambda each: each[0].time_s):
         generated = [one for one in mine if one.stage == "generation"]
-        tokens = [one.tokens for one in generated if one.tokens is not None]
         found[sent.batch].append(
             Sample(
                 sent.id,
                 sent.time_s,
                 tuple(_split(sent, mine, arrivals)),
-                sum(tokens) if tokens else None,
+                sum_tokens(one.tokens for one in generated),
                 generated[-1].process if generated else "",
             )
         )

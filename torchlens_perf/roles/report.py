@@ -8,7 +8,7 @@ from typing import cast
 from torchlens_perf.roles.causes import Cause, engine_names, find_causes
 from torchlens_perf.roles.evidence import build_verdict
 from torchlens_perf.roles.facts import PARTS, Engine, Iterations, RoleReport
-from torchlens_perf.roles.iterations import Iteration, pair_events
+from torchlens_perf.roles.iterations import Iteration, pair_events, sum_tokens
 from torchlens_perf.roles.lanes import build_lanes
 from torchlens_perf.roles.table import read_iterations, read_trainer_steps
 from torchlens_perf.roles.what_if import predict_changes
@@ -105,6 +105,6 @@ def sum_parts(iterations: Sequence[Iteration]) -> dict[str, float]:
 
 def _build_engine(iterations: Sequence[Iteration], name: str) -> Engine:
     samples = [sample for each in iterations for sample in each.samples if sample.engine == name]
-    tokens = sum(each.tokens or 0 for each in samples)
+    tokens = sum_tokens(each.tokens for each in samples)
     seconds = sum(each.seconds("generation") for each in samples)
-    return Engine(name, len(samples), tokens or None, seconds / tokens if tokens else None)
+    return Engine(name, len(samples), tokens, seconds / tokens if tokens else None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torchlens_perf.roles.causes import RankStep
 from torchlens_perf.roles.event_file import FOLDER
-from torchlens_perf.roles.iterations import STAGES, Event, Iteration, build_iterations
+from torchlens_perf.roles.iterations import STAGES, Event, Iteration, build_iterations, sum_tokens
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 
@@ -104,11 +104,10 @@ QUERY_TABLES = {
 def query_rows(table: str, run: RunDirectory) -> Iterator[list[str | float | None]]:
     """Yield the rows of a table of QUERY_TABLES, from the iterations of the report."""
     for each in read_iterations(run, [])[1]:
-        known = [sample.tokens for sample in each.samples if sample.tokens is not None]
         if table == "iterations":
             yield [
                 run.run_id, each.batch, each.seconds, each.rollout_s, each.steps_s, each.weights_s, each.other_s,
-                len(each.samples), sum(known) if known else None, each.last_sample.id,
+                len(each.samples), sum_tokens(one.tokens for one in each.samples), each.last_sample.id,
             ]  # fmt: skip
             continue
         for sample in each.samples:

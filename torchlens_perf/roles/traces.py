@@ -11,7 +11,7 @@ from opentelemetry.trace import Link
 from torchlens_perf.exporters import ExportBatch, Receiver, semantics
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.exporters.otlp_spans import span_context_of_path, step_trace_id
-from torchlens_perf.roles.iterations import Event, Iteration, build_iterations
+from torchlens_perf.roles.iterations import Event, Iteration, build_iterations, sum_tokens
 
 SPAN_ITERATION = "rl iteration"
 BATCH, PROCESS = "torch.train.iteration.batch", "torch.train.process"
@@ -59,7 +59,7 @@ class IterationTraces(Receiver):
         root = span_context_of_path(in_trace, "root")
         common: dict[str, Any] = {semantics.RUN_ID: identity.run_id, BATCH: iteration.batch}
         tokens = {
-            SPAN_ITERATION: sum(each.tokens or 0 for each in iteration.samples),
+            SPAN_ITERATION: sum_tokens(each.tokens for each in iteration.samples),
             "generation": iteration.last_sample.tokens,
         }
         parts = [(SPAN_ITERATION, "", iteration.begin_s, iteration.end_s), *iteration.path()]
