@@ -33,7 +33,7 @@ EXCHANGE_TOKEN = "TORCHLENS_PERF_EXCHANGE_TOKEN"
 """The token for nodes that join an exchange. The sidecar receives it in this variable, never
 in a file.
 """
-_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of this package that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", "TORCHLENS_PERF_ROLE", RAISE}
 
@@ -402,7 +402,7 @@ def _choices_text(choices: tuple[str, ...]) -> str:
 def _parse_flag(text: str) -> bool:
     if text.strip().lower() in _ON:
         return True
-    if text.strip().lower() in _OFF:
+    if text.strip().lower() in OFF:
         return False
     raise ValueError("must be 1 or 0")
 

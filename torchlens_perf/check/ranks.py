@@ -75,7 +75,7 @@ class Ranks:
         self._store.add(f"stage/{self.rank}", 1)
         dist.all_reduce(torch.zeros(1))
 
-    def fail(self, error: RuntimeError) -> NoReturn:
+    def fail(self, error: Exception) -> NoReturn:
         """End the process after an error, as soon as the ranks that caused it are known."""
         self._stage += f" ({str(error).partition('. ')[0]})"
         self._end_s = time.monotonic() + _SILENT_S

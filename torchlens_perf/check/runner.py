@@ -74,7 +74,7 @@ def run_check(options: argparse.Namespace) -> int:
             0
         ]
         dist.destroy_process_group()
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         ranks.fail(error)
     return code
 

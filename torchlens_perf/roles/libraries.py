@@ -19,7 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchlens_perf.config import SWITCH
+from torchlens_perf.config import OFF, SWITCH
 from torchlens_perf.errors import guard
 from torchlens_perf.output import logger
 
@@ -58,7 +58,7 @@ _followed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 @functools.cache
 def attach() -> None:
     """Follow the libraries that are imported, and those that will be. Further calls do nothing."""
-    if os.environ.get(SWITCH) == "0":
+    if os.environ.get(SWITCH, "1").strip().lower() in OFF:
         return
     sys.meta_path.insert(0, _Finder())
     for name in LIBRARIES:
