@@ -17,7 +17,8 @@ PYTHON = os.environ.get("VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(not PYTHON, reason="needs vLLM: make test-long VLLM=1")
 
 
-def test_plugin_imports_nothing_if_recording_is_not_switched_on() -> None:
+@pytest.mark.parametrize("switch", [{}, {"TORCHLENS_PERF": "0"}, {"TORCHLENS_PERF": "off"}])
+def test_plugin_imports_nothing_if_recording_is_not_switched_on(switch: dict[str, str]) -> None:
     """Each process of an engine loads the plugin."""
     found = subprocess.run(
         [
@@ -29,7 +30,7 @@ def test_plugin_imports_nothing_if_recording_is_not_switched_on() -> None:
             "serving.load()\n"
             "print(sorted({*sys.modules} - before), 'torch' in sys.modules)",
         ],
-        env={key: value for key, value in os.environ.items() if key != "TORCHLENS_PERF"},
+        env={key: value for key, value in os.environ.items() if key != "TORCHLENS_PERF"} | switch,
         capture_output=True,
         text=True,
         check=True,

@@ -22,6 +22,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.config import OFF, SWITCH
 from torchlens_perf.interruption import ours, suppress
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ _numbers: dict[str, itertools.count[int]] = {}
 
 def load() -> None:
     """Patch vLLM's worker if recording is switched on. vLLM may call this several times."""
-    if "TORCHLENS_PERF" in os.environ:
+    if os.environ.get(SWITCH, "").strip().lower() not in OFF:
         _patch_workers()
 
 
