@@ -128,7 +128,7 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
     # Rank 0 of a node is measured with ranks 0 of other nodes, and so on.
     parts = [part for lane in itertools.zip_longest(*nodes) for part in between.find_parts({*lane})]
     alike = group_values(
-        ((frozenset(map(hosts.get, part.ranks)), part.sends, part.receives, hosts.get(part.other or -1)), part)
+        ((frozenset(map(hosts.get, part.ranks)), part.sends, part.receives, part.other is not None and hosts[part.other]), part)
         for part in parts
     )  # fmt: skip
     return found + [_build_link_verdict(each, between, everyone) for each in alike.values()]
@@ -162,6 +162,6 @@ def _build_link_verdict(
     value = median(rates.rates[pair] for pair in pairs)
     lost = max(rates.lost[pair] for pair in pairs)
     reason = f"TCP sent {format_percent(lost)} of the segments again" if lost > _MOST_LOST else ""
-    whose = f"in the median of {len(rates.rates) - len(rates.bad)} others"
+    whose = f"in the upper quartile of {len(rates.rates)} directions of pairs"
     outlier = Outlier(TRANSFERS, value, rates.usual, whose)
     return build_verdict(LINK, subject, ranks, [outlier], reason)
