@@ -128,9 +128,17 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
     # Rank 0 of a node is measured with ranks 0 of other nodes, and so on.
     parts = [part for lane in itertools.zip_longest(*nodes) for part in between.find_parts({*lane})]
     alike = group_values(
-        ((frozenset(map(hosts.get, part.ranks)), part.sends, part.receives, part.other is not None and hosts[part.other]), part)
+        (
+            (
+                frozenset(map(hosts.get, part.ranks)),
+                part.sends,
+                part.receives,
+                part.other is not None and hosts[part.other],
+            ),
+            part,
+        )
         for part in parts
-    )  # fmt: skip
+    )
     return found + [_build_link_verdict(each, between, everyone) for each in alike.values()]
 
 

@@ -24,7 +24,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.verdicts.kinds import BAD, GOOD
+from torchlens_perf.verdicts.kinds import BAD, GOOD, KINDS, OTHER
 from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report
@@ -217,7 +217,13 @@ def _other_verdict_lines(
     for each in now[:_ALSO]:
         yield from headline_lines(each, width)
         yield from _detail_lines(each, width)
-    over = [each for each in found if each.is_over]
+    # What is also true now needs no line on an earlier part of the run.
+    current = {(KINDS.get(each.kind, OTHER).name, each.ranks) for each in found if not each.is_over}
+    over = [
+        each
+        for each in found
+        if each.is_over and (KINDS.get(each.kind, OTHER).name, each.ranks) not in current
+    ]
     more = f", and {len(over) - 1} more" * (len(over) > 1)
     for each in over[:1]:
         yield from headline_lines(each, width, "earlier", more)
@@ -373,11 +379,10 @@ def headline_lines(head: Headline, width: int, label: str = "", more: str = "") 
     places, style = _verdict_location(head), "dim" if label else SEVERITIES[head.severity].terminal
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
-    if not _is_located(head):
-        text = head.first_sentence if len(head.sentence) > width - 2 - _LABEL else head.sentence
-        return _wrap_field(label or head.status, f"{_OVER * bool(label)}{text}{more}", width, style)
-    others = (fact_text(*fact) for fact in head.facts if fact[0] == "together with")
-    text = ", ".join(filter(None, (*places[:1], head.short_cost, *places[1:], *others)))
+    text = head.first_sentence if len(head.sentence) > width - 2 - _LABEL else head.sentence
+    if _is_located(head):
+        others = (fact_text(*fact) for fact in head.facts if fact[0] == "together with")
+        text = ", ".join(filter(None, (*places[:1], head.short_cost, *places[1:], *others)))
     return _wrap_field(label or head.status, f"{_OVER * bool(label)}{text}{more}", width, style)
 
 
