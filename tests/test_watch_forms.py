@@ -182,8 +182,8 @@ def test_watch_has_only_the_documented_public_names() -> None:
     """All other attributes begin with an underscore."""
     names = {name for name in (*dir(perf.Watch), *vars(perf.watch())) if not name.startswith("_")}
     assert names == {
-        "log_to", "on_verdict", "report_html", "run_dir", "start", "step", "step_table", "steps_by_hand", "stop",
-        "summary", "tag",
+        "log_to", "mlperf", "on_verdict", "report_html", "run_dir", "start", "step", "step_table",
+        "steps_by_hand", "stop", "summary", "tag",
     }  # fmt: skip
 
 

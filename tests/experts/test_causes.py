@@ -42,9 +42,9 @@ def test_more_tokens_at_the_usual_pace_are_the_cause() -> None:
 
     assert kinds(found) == ["tokens"]
     assert found.causes[0].explains == pytest.approx(1.0, abs=0.01)
-    assert describe_diagnosis(found) == (
-        "its tokens: its experts get 6,000 tokens at a time, 1.33 times the mean of 4,500 (explains"
-        " 100% of the difference)."
+    assert describe_diagnosis(found, SLOW) == (
+        "its tokens: its experts get 6,000 tokens at a time, 1.33 times the mean of 4,500, which explains"
+        " 100% of the difference."
     )
 
 
@@ -53,9 +53,9 @@ def test_same_tokens_at_a_slower_pace_are_the_machine() -> None:
 
     assert kinds(found) == ["machine"]
     assert found.causes[0].explains == pytest.approx(1.0, abs=0.01)
-    assert describe_diagnosis(found) == (
-        "its machine: its experts get 1.00 times the mean of tokens, yet it computes 33% longer"
-        " (explains 100% of the difference)."
+    assert describe_diagnosis(found, SLOW) == (
+        "its machine: its experts get 1.00 times the mean of tokens, yet it computes 33% longer,"
+        " which explains 100% of the difference."
     )
 
 
@@ -87,7 +87,7 @@ def test_without_times_of_the_experts_all_work_is_taken_to_grow_with_the_tokens(
 
     assert kinds(more) == ["tokens"]
     assert "1.33 times the mean of 4,500, if all of its computation grows" in describe_diagnosis(
-        more
+        more, SLOW
     )
     assert kinds(diagnose({"expert_ktokens": 4.0}, usual)) == ["machine"]
 
@@ -105,6 +105,6 @@ def test_larger_batches_are_not_the_machine() -> None:
     """The verdict names the batches, and tokens are among the checked causes."""
     found = diagnose({"expert_ktokens": 4.0, "expert_share": 0.42}, more_workload=0.3)
 
-    assert describe_diagnosis(found) == (
+    assert describe_diagnosis(found, SLOW) == (
         "none found (checked: garbage collection, tokens of its experts)."
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.commands import doctor
 from torchlens_perf.hooks.collectives import nccl_plugin
 from torchlens_perf.recorder import native_tap
 
@@ -46,19 +45,6 @@ def test_missing_plugin_is_reported_as_not_built(plugin: Path) -> None:
     plugin.unlink()
     assert nccl_plugin.find_plugin_file() is None
     assert nccl_plugin.find_plugin_problem() == "the plugin was not built"
-
-
-@pytest.mark.parametrize("folder", ["", "cache", "./cache"])
-def test_doctor_reports_a_relative_or_empty_cache_path(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", folder)
-    first, *_ = doctor._check_tap()
-
-    assert first.severity == doctor.LIMITED
-    assert str(first).startswith(
-        f"limited cache of native code: XDG_CACHE_HOME={folder} is not an absolute path"
-    )
 
 
 def test_different_torch_builds_have_different_tap_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import os
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 import timeit
@@ -21,6 +20,7 @@ import torch
 
 from torchlens_perf.check.loader import drop_pages
 from torchlens_perf.config import CHILD
+from torchlens_perf.run.children import find_interpreter
 from torchlens_perf.run.processes import read_kernel_text
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 
@@ -156,7 +156,7 @@ def _measure_import(_: float) -> float:
         if path.suffix in (".py", ".pyc", ".so"):
             drop_pages(path)
     done = subprocess.run(
-        [sys.executable, "-c", _TIMED_IMPORT],
+        [find_interpreter(), "-c", _TIMED_IMPORT],
         env={**os.environ, CHILD: "1"}, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     return float(done.stdout)
