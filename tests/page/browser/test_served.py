@@ -104,7 +104,9 @@ def test_live_page_follows_its_run_without_a_reload(
     assert (tab.view()["rank"], tab.view()["steps"]) == (2, [10, 60])
     assert tab.page.inner_text("#verdicts") != before
     share = tab.value("torchlensPage.contents.report.verdicts[0].evidence.share_of_steps")
-    assert f"in {format_percent(share)} of these steps" in tab.page.inner_text("#verdicts")
+    assert f"slow in {format_percent(share)} of the steps since then" in tab.page.inner_text(
+        "#verdicts"
+    )
     live.end_run()
     tab.until(f"{STATUS} === 'Ended'")
     assert "ended" in tab.page.inner_text("header .facts")
