@@ -279,9 +279,7 @@ class ResiliencyExt(MarkedByScript):
         import torch
 
         if not torch.cuda.is_available():
-            module = types.ModuleType("nvrx_cupti_module")
-            module.CuptiProfiler = _NoCupti  # type: ignore[attr-defined]
-            sys.modules["nvrx_cupti_module"] = module
+            replace_cupti()
         from nvidia_resiliency_ext.straggler import Detector
 
         self._detector = Detector
@@ -299,6 +297,13 @@ class ResiliencyExt(MarkedByScript):
     @staticmethod
     def count_steps(out: Path) -> int | None:
         return read_count(out)
+
+
+def replace_cupti() -> None:
+    """Let nvidia-resiliency-ext be imported without CUDA: its module of CUPTI does nothing."""
+    module = types.ModuleType("nvrx_cupti_module")
+    module.CuptiProfiler = _NoCupti  # type: ignore[attr-defined]
+    sys.modules["nvrx_cupti_module"] = module
 
 
 class _NoCupti:

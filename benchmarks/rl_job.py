@@ -30,6 +30,7 @@ import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -429,16 +430,19 @@ def run_trainer(plan: Plan, rank: int, store: int, ports: dict[str, int]) -> Non
     dist.destroy_process_group()
 
 
-def run_job(plan: Plan) -> Path:
-    """Run the job. Return its run directory. Raise RuntimeError if a process fails."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    name = f"rl-{plan.fault.replace('+', '-') or 'clean'}-{plan.seed}-{os.getpid()}"
-    os.environ["TORCHLENS_PERF_RUN_ID"] = name
-    os.environ["TORCHLENS_PERF"] = str(int(plan.records))
-    # torch is imported once, before the processes are made.
+def run_processes(
+    plan: Plan,
+    engines: int,
+    run_engine: Callable[[Plan, int, Connection], None],
+    run_trainer: Callable[[Plan, int, int, dict[Any, int]], None],
+) -> dict[Any, int]:
+    """Run engines, the tool, the reward and two trainers, as forked processes, until the trainers end.
+
+    Return the ports of the servers. Raise RuntimeError if a process fails.
+    """
     context = multiprocessing.get_context("fork")
     servers, ports, pipes = [], {}, []
-    work: list[tuple[Any, Any]] = [(run_engine, index) for index in range(plan.engines)]
+    work: list[tuple[Any, Any]] = [(run_engine, index) for index in range(engines)]
     work += [(run_service, "tool"), (run_service, "reward")]
     for run, which in work:
         ours, theirs = context.Pipe()
@@ -466,6 +470,17 @@ def run_job(plan: Plan) -> Path:
         each.join(10)
     if any(each.exitcode for each in (*trainers, *servers)):
         raise RuntimeError(f"exit codes {[each.exitcode for each in (*trainers, *servers)]}")
+    return ports
+
+
+def run_job(plan: Plan) -> Path:
+    """Run the job. Return its run directory. Raise RuntimeError if a process fails."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    name = f"rl-{plan.fault.replace('+', '-') or 'clean'}-{plan.seed}-{os.getpid()}"
+    os.environ["TORCHLENS_PERF_RUN_ID"] = name
+    os.environ["TORCHLENS_PERF"] = str(int(plan.records))
+    # torch is imported once, before the processes are made.
+    run_processes(plan, plan.engines, run_engine, run_trainer)
     return plan.folder / "runs" / name
 
 

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +51,7 @@ from benchmarks.rl_job import (
     Plan,
     post,
     post_json,
-    run_service,
+    run_processes,
 )  # fmt: skip
 
 VOCABULARY, PER_RANK, LENGTH, LAST = 96, 3, 16, 3
@@ -355,37 +353,8 @@ def run_job(plan: Plan) -> Path:
         TRL_EXPERIMENTAL_SILENCE="1",
     )  # fmt: skip
     # The libraries are imported once, before the processes are made.
-    context = multiprocessing.get_context("fork")
-    servers, ports, pipes = [], {}, []
-    work: list[tuple[Any, Any]] = [(run_engine, index) for index in range(ENGINES)]
-    work += [(run_service, "tool"), (run_service, "reward")]
-    for run, which in work:
-        ours, theirs = context.Pipe()
-        servers.append(context.Process(target=run, args=(plan, which, theirs), daemon=True))
-        servers[-1].start()
-        pipes.append(ours)
-    for pipe in pipes:
-        server, port = pipe.recv()
-        ports[server] = port
+    ports = run_processes(plan, ENGINES, run_engine, run_trainer)
     (plan.folder / "ports.json").write_text(json.dumps(ports))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = free.getsockname()[1]
-    trainers = [
-        context.Process(target=run_trainer, args=(plan, rank, store, ports)) for rank in range(2)
-    ]
-    for each in trainers:
-        each.start()
-    for each in trainers:
-        each.join(300)
-        if each.is_alive():
-            each.kill()
-    for pipe in pipes:
-        pipe.send("end")
-    for each in servers:
-        each.join(10)
-    if any(each.exitcode for each in (*trainers, *servers)):
-        raise RuntimeError(f"exit codes {[each.exitcode for each in (*trainers, *servers)]}")
     return plan.folder / "runs" / name
 
 

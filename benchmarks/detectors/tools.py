@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.detectors.protocol import Named
+from benchmarks.peers_tools import replace_cupti
 from benchmarks.planted_training import Section, no_section, prepare, train
 from benchmarks.planted_truth import Truth
 
@@ -101,9 +100,7 @@ def resiliency_ext(job: Job) -> list[Named]:
     generate_report() would synchronize the device, so its ReportGenerator is called directly.
     """
     if not torch.cuda.is_available():
-        module = types.ModuleType("nvrx_cupti_module")
-        module.CuptiProfiler = _NoCupti  # type: ignore[attr-defined]
-        sys.modules["nvrx_cupti_module"] = module
+        replace_cupti()
     from nvidia_resiliency_ext.straggler import Detector
 
     Detector.initialize(gather_on_rank0=True)
@@ -141,17 +138,6 @@ def scores_as_answer(
         for each in ranks
     )
     return [Named(rank, section) for _, rank, section in ranked]
-
-
-class _NoCupti:
-    def __init__(self, **settings: Any) -> None:
-        pass
-
-    def initialize(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 def traceml(job: Job) -> list[Named]:
