@@ -144,7 +144,17 @@ def _send_traces(
     traces = next((each for each in receivers if isinstance(each, IterationTraces)), None)
     if traces is None:
         receivers.append(traces := IterationTraces())
-    events = [Event(row[9] / 1e9, row[3] or row[2], row[4], row[5], row[6], row[8]) for row in rows]
+    events = [
+        Event(
+            each["monotonic_ns"] / 1e9,
+            each["name"] or each["role"],
+            each["event"],
+            each["id"],
+            each["batch"],
+            each["tokens_out"],
+        )
+        for each in (dict(zip(_COLUMNS, row, strict=True)) for row in rows)
+    ]
     for spans in traces.build_spans(events, ended=ended):
         for each in receivers:
             each.send_spans(spans)

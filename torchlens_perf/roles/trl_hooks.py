@@ -61,6 +61,11 @@ class Rollout:
 rollout = Rollout()
 
 
+def _count_steps(trainer: Any) -> int:
+    """Return the number of steps on one batch of samples."""
+    return int(trainer.args.steps_per_generation * trainer.num_iterations)
+
+
 def _follow_batch(trainer: Any, *args: Any, **kwargs: Any) -> Following:
     global rollout
     if not trainer.model.training:
@@ -68,8 +73,7 @@ def _follow_batch(trainer: Any, *args: Any, **kwargs: Any) -> Following:
     rank = trainer.accelerator.process_index
     recording.detect_role("trainer", f"rank {rank}")
     rollout.end_steps()
-    every = trainer.args.steps_per_generation * trainer.num_iterations
-    rollout = mine = Rollout(trainer, str(trainer._step // every))
+    rollout = mine = Rollout(trainer, str(trainer._step // _count_steps(trainer)))
     try:
         yield
         if rank == 0:
@@ -131,10 +135,9 @@ def _follow_weights(generation: Any, *args: Any, **kwargs: Any) -> Following:
 
 def _follow_step_end(handler: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Following:
     trainer = rollout.trainer
-    if rollout.is_stepping and trainer is not None:
-        every = trainer.args.steps_per_generation * trainer.num_iterations
-        if trainer.state is state and not trainer._step % every:
-            rollout.end_steps()
+    is_of_batch = rollout.is_stepping and trainer is not None and trainer.state is state
+    if is_of_batch and not trainer._step % _count_steps(trainer):
+        rollout.end_steps()
     yield
 
 
