@@ -132,6 +132,12 @@ def test_unreadable_run_is_named_and_the_others_count(
     assert "No node is named more often than luck explains" in shown.out
 
 
+def test_wrong_query_is_one_line(folder: Path, capsys: Any) -> None:
+    assert main(["offenders", str(folder), "--sql", "SELECT nothing FROM fleet"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchlens-perf: the query failed: Binder Error")
+
+
 def test_missing_folder_is_one_line(tmp_path: Path, capsys: Any) -> None:
     assert main(["offenders", str(tmp_path / "none")]) == 2
     assert "none cannot be read: No such file or directory" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -46,9 +45,8 @@ class RunTools:
     def verdicts(self, run: str) -> list[dict[str, Any]]:
         """Return the verdicts of a run, most important first: the finding, its cost, its cause, the action
         to take, and a command that shows more."""
-        return [
-            to_json_types(dataclasses.asdict(each)) for each in build_headlines(self._load(run))
-        ]
+        found: list[dict[str, Any]] = to_json_types(build_headlines(self._load(run)))
+        return found
 
     def account(self, run: str, rank: int = 0) -> dict[str, Any]:
         """Return the time of a rank's typical step by parts, and the times of its phases."""
@@ -86,8 +84,9 @@ class RunTools:
             else sql
         )
         found = run_query(text, [str(self._find(run))], notes)
-        rows = [dict(zip(found.names, row, strict=True)) for row in found.rows[:MAX_ROWS]]
-        return {"rows": _to_json(rows), "has_more": len(found.rows) > MAX_ROWS, "notes": notes}
+        shown = found._replace(rows=found.rows[:MAX_ROWS])
+        has_more = len(found.rows) > MAX_ROWS
+        return {"rows": json.loads(shown.to_json()), "has_more": has_more, "notes": notes}
 
     def _summarize(self, name: str) -> dict[str, Any]:
         try:
@@ -115,17 +114,10 @@ class RunTools:
         return self._folder / name
 
 
-def _to_json(rows: list[dict[str, Any]]) -> Any:
-    """Convert times, decimals and other values of DuckDB to JSON's types."""
-    return json.loads(json.dumps(rows, default=str))
-
-
 def build_server(folder: Path) -> MCPServer:
     """Return a server whose tools answer questions on the runs of a folder."""
-    server, tools = (
-        MCPServer("torchlens_perf", instructions=_INSTRUCTIONS, version=VERSION),
-        RunTools(folder),
-    )
+    server = MCPServer("torchlens_perf", instructions=_INSTRUCTIONS, version=VERSION)
+    tools = RunTools(folder)
     for each in (tools.list_runs, tools.verdicts, tools.account, tools.compare, tools.query):
         server.tool()(_with_tool_errors(each))
     return server

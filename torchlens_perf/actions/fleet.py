@@ -16,7 +16,7 @@ from typing import Any
 
 from torchlens_perf.actions.ledger import open_to_append, read_lines
 from torchlens_perf.actions.nodes import is_of_machine
-from torchlens_perf.errors import DAMAGED_DATA, TorchlensPerfError
+from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError
 from torchlens_perf.query.files import Rows
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.store.run_folders import find_runs, open_run
@@ -92,7 +92,7 @@ def _name_user(number: int) -> str:
 def run_sql(folder: Path, statements: list[str], engine: str) -> list[Rows]:
     """Return the results of SQL on the table `fleet`, by duckdb or spark.
 
-    Raise RunStoreError or the engine's own errors.
+    Raise RunStoreError if a statement is wrong.
     """
     path = os.path.abspath(folder / NAME)
     newest = (
@@ -110,11 +110,15 @@ def run_sql(folder: Path, statements: list[str], engine: str) -> list[Rows]:
                 f"'{quoted}', format='newline_delimited', ignore_errors=true, columns={{{columns}}})"
             )
             connection.execute(f"CREATE VIEW fleet AS {newest}")
-            results = map(connection.execute, statements)
-            return [
-                Rows([column[0] for column in each.description], each.fetchall())
-                for each in results
-            ]
+            try:
+                results = map(connection.execute, statements)
+                return [
+                    Rows([column[0] for column in each.description], each.fetchall())
+                    for each in results
+                ]
+            except duckdb.Error as error:
+                raise RunStoreError(f"the query failed: {error}".splitlines()[0]) from None
+    from pyspark.errors import PySparkException
     from pyspark.sql import SparkSession
 
     session = SparkSession.builder.getOrCreate()
@@ -125,5 +129,8 @@ def run_sql(folder: Path, statements: list[str], engine: str) -> list[Rows]:
         subset=["run"]
     ).createOrReplaceTempView("rows")
     session.sql(newest).createOrReplaceTempView("fleet")
-    frames = map(session.sql, statements)
-    return [Rows(each.columns, [tuple(row) for row in each.collect()]) for each in frames]
+    try:
+        frames = map(session.sql, statements)
+        return [Rows(each.columns, [tuple(row) for row in each.collect()]) for each in frames]
+    except PySparkException as error:
+        raise RunStoreError(f"the query failed: {error}".splitlines()[0]) from None

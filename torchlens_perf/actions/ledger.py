@@ -28,7 +28,7 @@ SENDING, SENT, FAILED = "sending", "sent", "failed"
 
 
 class Ledger:
-    """The reports sent for one run. The lock is held, so that no other process sends at the same time."""
+    """Reports that were sent for one run. Processes that send hold its lock in turn."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / NAME
@@ -70,8 +70,8 @@ class Ledger:
                     }
         return {node for (_, node, _), state in found.items() if state != FAILED}
 
-    def write(self, node: NamedNode, target: str, state: str, text: str) -> dict[str, Any]:
-        """Append a line that survives a crash, and return it. Raise OSError."""
+    def write(self, node: NamedNode, target: str, state: str, text: str) -> None:
+        """Append a line that survives a crash. Raise OSError."""
         line = {
             "unix_s": round(time.time(), 3),
             "state": state,
@@ -88,7 +88,6 @@ class Ledger:
             file.write(f"\n{json.dumps(line)}\n")
             file.flush()
             os.fsync(file.fileno())
-        return line
 
 
 def open_to_append(path: Path) -> IO[str]:

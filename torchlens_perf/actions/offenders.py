@@ -179,12 +179,7 @@ def print_offenders(folder: Path, options: argparse.Namespace) -> int:
     for problem in update_table(folder):
         print(printable(problem), file=sys.stderr)
     if options.sql:
-        found = run_sql(folder, [options.sql], options.engine)[0]
-        json.dump(
-            [dict(zip(found.names, row, strict=True)) for row in found.rows],
-            sys.stdout,
-            default=str,
-        )
+        print(run_sql(folder, [options.sql], options.engine)[0].to_json())
         return 0
     offenders, losses = read_fleet(folder, options.engine)
     if options.json:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import decimal
-import json
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,9 +39,7 @@ def _run_query(options: argparse.Namespace) -> int:
     with Progress("reading the runs", quiet=options.quiet):
         found = run_query(options.sql, _list_runs(options.runs), notes)
     if options.json:
-        rows = [dict(zip(found.names, map(_to_json, row), strict=True)) for row in found.rows]
-        json.dump(rows, sys.stdout, indent=1, default=str, allow_nan=False)
-        print()
+        print(found.to_json())
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerows(map(_to_csv, row) for row in (found.names, *found.rows))
@@ -104,13 +100,6 @@ def _to_csv(value: object) -> object:
         return value
     text = printable(value)
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
-
-
-def _to_json(value: object) -> object:
-    """Return a value for JSON: decimals as floats, and null for NaN and infinity."""
-    if not isinstance(value, (float, decimal.Decimal)):
-        return value
-    return float(value) if math.isfinite(value) else None
 
 
 COMMAND = Command(
