@@ -49,10 +49,9 @@ class Undelivered:
     @property
     def signals(self) -> frozenset[str]:
         """The signals with undelivered data: traces, metrics, logs."""
-        found = {part.signal for part in self.whole_run}
-        found |= {"traces"} if self.steps else set()
-        found |= {"logs"} if self.alerts else set()
-        return frozenset(found)
+        parts = {"traces": self.steps, "logs": self.alerts}
+        found = frozenset(signal for signal, undelivered in parts.items() if undelivered)
+        return found | {part.signal for part in self.whole_run}
 
     def clear(self, signals: Collection[str]) -> None:
         """Remove the data of these signals."""
