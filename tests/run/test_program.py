@@ -16,8 +16,8 @@ from torchlens_perf.run.identity import derive_program_name
 KERNEL = "/env/lib/python3.11/site-packages/ipykernel_launcher.py"
 # Print the name in this process and in one that multiprocessing starts.
 SHOW = (
-    "import os; from torchlens_perf.run.identity import detect_program_name;"
-    " print(detect_program_name(os.environ), flush=True)"
+    "import os; from torchlens_perf.run.identity import detect_identity;"
+    " print(detect_identity(os.environ, lambda *_, **__: 'run').program, flush=True)"
 )
 SCRIPT = f"""
 import multiprocessing, sys

@@ -136,7 +136,7 @@ def detect_identity(
         process_started=process_start_ticks(pid) or 0,
         launcher_pid=os.getppid(),
         elastic=place.elastic,
-        program=detect_program_name(environ),
+        program=derive_program_name(getattr(sys, "argv", []), sys.modules.get("__main__"), environ),
         traceparent=traceparent,
         attributes=collect_job_attributes(environ),
         node=node_name(host),
@@ -225,18 +225,12 @@ def _launcher_digest(origin: int) -> str:
     return launcher.hash_texts(f"{socket.gethostname()}/{origin}/{process_start_ticks(origin)}")
 
 
-def detect_program_name(environ: Mapping[str, str]) -> str:
-    """Return the name of this process's program, without folder and arguments.
-
-    Examples: `train.py`, `package.module`, `train.ipynb`, `python`.
-    """
-    return derive_program_name(getattr(sys, "argv", []), sys.modules.get("__main__"), environ)
-
-
 def derive_program_name(
     arguments: Sequence[str], main: ModuleType | None, environ: Mapping[str, str]
 ) -> str:
     """Derive a program's name from sys.argv, the module `__main__` and the environment.
+
+    Examples: `train.py`, `package.module`, `train.ipynb`, `python`.
 
     - A script, folder or zip file: its name.
     - `python -m`: the name of the module.
