@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.run.ownership import TooLargeError, read_regular_file, why_others_can_change
+from torchlens_perf.run.ownership import (
+    TooLargeError,
+    read_regular_file,
+    replace_private_file,
+    why_others_can_change,
+)
 
 SOMEBODY = 54321
 
@@ -180,3 +185,15 @@ def test_file_larger_than_its_reported_size_is_read_completely() -> None:
     with pytest.raises(TooLargeError):
         read_regular_file("/proc/self/cmdline", len(content) - 1)
     assert read_regular_file("/proc/self/cmdline", len(content)) == content
+
+
+def test_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:
+    report = tmp_path / "report.txt"
+    report.write_text("old")
+    replace_private_file(report, "new")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_private_file(tmp_path / "folder", "new")
+
+    assert (report.read_text(), report.stat().st_mode & 0o777) == ("new", 0o600)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.txt", "folder"}

@@ -182,7 +182,7 @@ def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
         run.node_state_path(HOST), run.node_rings_path(HOST), run.node_log_path(HOST),
         run.spans / f"{HOST}-000001.parquet",
         run.captures / "one.request.json", run.node_state_path(HOST).with_suffix(".partial"), run.path / "some.ring",
-        run.report.with_suffix(".partial"),
+        run.report.with_name(".report.txt.partial"),
     ]  # fmt: skip
     for path in places:
         os.mkfifo(path)
@@ -200,7 +200,7 @@ def test_fifo_in_place_of_any_file_does_not_block(run: RunDirectory) -> None:
         with pytest.raises(Exception, match="too short"):
             RingReader(run.path / "some.ring")
         node_state.load_or_new(run, HOST).save(run)
-        ownership.write_private_file(run.report.with_suffix(".partial"), "text")
+        ownership.replace_private_file(run.report, "text")
         notes.append("done")
 
     _within(30, look)

@@ -226,9 +226,7 @@ class _OomTableWriter:
         if problem:
             self._session.note(f"{OutOfMemoryHook.name}: a table could not be written: {problem}")
             return
-        partial = path.with_suffix(".partial")
-        ownership.write_private_file(partial, json.dumps(value, separators=(",", ":")))
-        os.replace(partial, path)
+        ownership.replace_private_file(path, json.dumps(value, separators=(",", ":")))
         if self._file_without_table not in (None, path):
             self._file_without_table.unlink(missing_ok=True)
         self._file_without_table, self._last = (path if value["table"] is None else None), value

@@ -5,8 +5,6 @@ Imports are inside of the functions, because most of a sidecar's life needs none
 
 from __future__ import annotations
 
-import os
-
 from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import deliver_text
@@ -35,11 +33,9 @@ def write_report(run: RunDirectory, facts: RankFacts) -> None:
 
             short = results_as_json(report, str(run.path), short, page)
         deliver_text(decode_path(asked.mailbox), short)
-    partial = run.report.with_suffix(".partial")
-    ownership.write_private_file(
-        partial, render_full(report, str(run.path), columns=0, color=False), like=run.nodes
+    ownership.replace_private_file(
+        run.report, render_full(report, str(run.path), columns=0, color=False), like=run.nodes
     )
-    os.replace(partial, run.report)
 
 
 def render_live_results(run: RunDirectory) -> str:

@@ -154,14 +154,9 @@ def outcome_path(folder: Path) -> Path:
 
 def write_capture_file(path: Path, value: Request | Outcome) -> None:
     """Write a request or an outcome to a file atomically. Raise OSError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        text = json.dumps(dataclasses.asdict(value), indent=1, ensure_ascii=False)
-        # JSON has no lone surrogates, which an exception's text may have.
-        ownership.write_private_file(partial, text.encode(errors="replace"))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    text = json.dumps(dataclasses.asdict(value), indent=1, ensure_ascii=False)
+    # JSON has no lone surrogates, which an exception's text may have.
+    ownership.replace_private_file(path, text.encode(errors="replace"))
 
 
 def read_capture_file(path: Path, kind: type[_T]) -> _T:

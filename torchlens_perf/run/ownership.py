@@ -174,6 +174,22 @@ def write_private_file(
         )
 
 
+def replace_private_file(
+    path: Path, content: str | bytes, like: str | os.PathLike[str] = ""
+) -> None:
+    """Write content to a file of create_private_file(), atomically. Raise OSError.
+
+    Until then the content is in a hidden file in the same folder, which an error removes.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write_private_file(partial, content, like)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def write_all(file: io.RawIOBase | io.FileIO, content: bytes | memoryview) -> None:
     """Write all content to an unbuffered file. Raise OSError.
 

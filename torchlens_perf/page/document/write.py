@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 
 from torchlens_perf.errors import RunStoreError
@@ -34,12 +32,8 @@ def write_page_file(path: Path, page: str) -> int:
     Raise RunStoreError if the file cannot be written.
     """
     text = page.encode("utf-8", "replace")
-    partial = path.parent / f".{path.name}.partial"
     try:
-        ownership.write_private_file(partial, text)
-        os.replace(partial, path)
+        ownership.replace_private_file(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise RunStoreError(f"{path} cannot be written: {error.strerror or error}") from None
     return len(text)
