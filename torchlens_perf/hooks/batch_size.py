@@ -103,7 +103,7 @@ def _list_parts(part: Any) -> list[Any]:
 
     if issubclass(type(part), (ModuleType, nn.Module)):
         return []
-    fields = [*_list_values(_read_attributes(part)), *_take(_iterate_slots(part))]
+    fields = [*_list_values(_read_attributes(part)), *_take(iterate_slots(part))]
     return sorted(fields, key=lambda each: not _is_array(each))
 
 
@@ -127,7 +127,8 @@ def _read_attributes(part: object) -> dict[str, Any]:
     return attributes if type(attributes) is dict else {}
 
 
-def _iterate_slots(part: object) -> Iterator[Any]:
+def iterate_slots(part: object) -> Iterator[Any]:
+    """Yield the values in an object's slots."""
     for kind in type(part).__mro__:
         if "__slots__" in kind.__dict__:
             for slot in tuple(kind.__dict__.values()):

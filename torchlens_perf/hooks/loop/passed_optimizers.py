@@ -7,11 +7,11 @@ optimizer. A passed object matches if it contains this optimizer or has the same
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.hooks.batch_size import iterate_slots
 from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.recorder import torch_private
 
@@ -99,13 +99,7 @@ def _iterate_attribute_values(owner: Any) -> Iterator[Any]:
 
     Properties are not evaluated.
     """
-    values = list(getattr(owner, "__dict__", {}).values())
-    for kind in type(owner).__mro__:
-        for member in vars(kind).values():
-            if isinstance(member, types.MemberDescriptorType):
-                with suppress(AttributeError):  # Raised if a slot is empty.
-                    values.append(member.__get__(owner))
-    for value in values:
+    for value in (*getattr(owner, "__dict__", {}).values(), *iterate_slots(owner)):
         if isinstance(value, (list, tuple)):
             yield from value
         elif isinstance(value, dict):
