@@ -179,7 +179,8 @@ def test_values_of_the_state_are_read_back_with_their_types(
     assert (process.identity, process.anchor) == (before.identity, before.anchor)
     assert process.facts == before.facts
     process.statistics.step.merge(before.statistics.step)
-    process.statistics.mix.merge(before.statistics.mix)
+    for key, each in process.statistics.mix.bins.items():
+        each.merge(before.statistics.mix.bins[key])
     assert process.statistics.step.count == 2 * before.statistics.step.count
     assert loaded.findings.diagnosis(episode(5).key) == WHY
 

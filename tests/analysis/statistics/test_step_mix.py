@@ -522,12 +522,11 @@ steps_of_any_kind = st.lists(
 
 
 @given(steps_of_any_kind, st.integers(1, 79))
-def test_merged_mix_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: int) -> None:
-    """Steps are added in two pieces, through a file, or at once."""
+def test_mix_of_two_pieces_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: int) -> None:
+    """Steps are added in two pieces, with a file in between, or at once."""
     whole = mix_of(mixed_table(steps))
-    pieces = mix_of(mixed_table(steps[:cut]))
-    rest = mix_of(mixed_table(steps[cut:], first_step=cut))
-    pieces.merge(save_and_load(rest))
+    pieces = save_and_load(mix_of(mixed_table(steps[:cut])))
+    pieces.add_steps(mixed_table(steps[cut:], first_step=cut))
 
     expected, found = classify_steps([whole]), classify_steps([pieces])
     assert found.count == expected.count

@@ -189,27 +189,14 @@ class StepMix:
             self.bins.setdefault(key, Bin()).merge(new)
         self._limit_bins()
 
-    def merge(self, other: StepMix) -> None:
-        coarsest = min(self.per_doubling, other.per_doubling)
-        self._widen_bins(coarsest)
-        self._add_bins(other.bins, coarsest, other.per_doubling)
-        self._limit_bins()
-
-    def _add_bins(self, bins: Mapping[int, Bin], per_doubling: int, before: int) -> None:
-        for key, each in bins.items():
-            coarser = key >> 32 << 32 | (key & 0xFFFFFFFF) * per_doubling // before
-            self.bins.setdefault(coarser, Bin()).merge(each)
-
     def _limit_bins(self) -> None:
+        """Make all bins twice as wide until there are few enough."""
         while len(self.bins) > _MAX_BINS and self.per_doubling > 1:
-            self._widen_bins(self.per_doubling // 2)
-
-    def _widen_bins(self, per_doubling: int) -> None:
-        if per_doubling >= self.per_doubling:
-            return
-        bins, self.bins, before = self.bins, {}, self.per_doubling
-        self.per_doubling = per_doubling
-        self._add_bins(bins, per_doubling, before)
+            self.per_doubling //= 2
+            bins, self.bins = self.bins, {}
+            for key, each in bins.items():
+                wider = key >> 32 << 32 | (key & 0xFFFFFFFF) // 2
+                self.bins.setdefault(wider, Bin()).merge(each)
 
     def __bool__(self) -> bool:
         return bool(self.bins)
