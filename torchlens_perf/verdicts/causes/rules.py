@@ -158,12 +158,11 @@ def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:
     neighbours = case.mine.get("neighbour_share")
     if quota >= max(0.1, waits / 2):
         return case.cause("cpu_quota", explains, "cpu_quota_share", "cpu_wait_share")
-    signals = ("cpu_wait_share", "neighbour_share")
-    if neighbours is None:
-        return case.cause("no_cpu", explains, *signals)
-    # This load is not compared with that of other ranks, which may have as much load but wait less.
-    kind = "busy_neighbour" if neighbours >= _MIN_NEIGHBOURS else "own_threads"
-    return case.cause(kind, explains, *signals)
+    kind = "no_cpu"
+    if neighbours is not None:
+        # This load is not compared with that of other ranks, which may have as much but wait less.
+        kind = "busy_neighbour" if neighbours >= _MIN_NEIGHBOURS else "own_threads"
+    return case.cause(kind, explains, "cpu_wait_share", "neighbour_share")
 
 
 _MEMORY_SIGNALS = (
