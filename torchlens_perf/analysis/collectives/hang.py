@@ -35,7 +35,7 @@ from torchlens_perf.analysis.collectives.semantics import SizeRule, semantics_of
 from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.ring import CAPTURING
 
-_Value = TypeVar("_Value", str, int)
+_Value = TypeVar("_Value", str, int, tuple[str, ...])
 MIN_S = 10.0
 # A step that takes this many times the usual step time is a hang. NCCL's watchdog ends a job after
 # 600 s, and a larger multiple would leave little of that time.
@@ -524,8 +524,7 @@ class _HangAnalysis:
         return _make_collective(group, users[group][0].issued[group], users[group])
 
     def _ranks_by_open_spans(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        places = group_values((_spans_without_wait(each), each.rank) for each in self.live.values())
-        return {place: tuple(ranks) for place, ranks in places.items()}
+        return _group_ranks({rank: _spans_without_wait(each) for rank, each in self.live.items()})
 
     def _make_blocking_rank(self, each: RankProgress, problem: str = "") -> BlockingRank:
         mine = (front for front in self.fronts if each.rank in front.behind)

@@ -16,6 +16,7 @@ from torchlens_perf.analysis.collectives.hang import (
 )
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.clock import DeviceMark
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.verdicts.kinds import past_kind
@@ -435,16 +436,20 @@ def _list_places(hang: Hang, user_lines: Mapping[int, str]) -> tuple[str, ...]:
     calls |= {rank: collective_name(where) for rank, where in hang.cycle}
     if hang.collective and not calls:
         calls = dict.fromkeys(hang.waiting, collective_name(hang.collective))
-    found: dict[str, list[int]] = {}
-    for inside, ranks in hang.places.items():
-        for rank in ranks:
-            parts = (
-                calls.get(rank),
-                open_spans_phrase(inside) if inside else "",
-                user_lines.get(rank),
-            )
-            place = ", ".join(filter(None, parts)) or open_spans_phrase(())
-            found.setdefault(place, []).append(rank)
+
+    def describe_place(rank: int, inside: tuple[str, ...]) -> str:
+        parts = (
+            calls.get(rank),
+            open_spans_phrase(inside) if inside else "",
+            user_lines.get(rank),
+        )
+        return ", ".join(filter(None, parts)) or open_spans_phrase(())
+
+    found = group_values(
+        (describe_place(rank, inside), rank)
+        for inside, ranks in hang.places.items()
+        for rank in ranks
+    )
     blocking = {each.progress.rank for each in hang.blocking}
     order = sorted(found, key=lambda place: (blocking.isdisjoint(found[place]), len(found[place])))
     texts = [f"{format_ranks(found[place])}: {place}" for place in order[:_MAX_PLACES]]
