@@ -273,11 +273,9 @@ def split_wait_and_transfer(
         if root is not None:
             wait_ns[:, root] = 0
         return WaitAndTransfer(wait_ns, upper_bound_ns, nobody, no_lag, transfer_ns)
-    if waits is WaitRelation.ROOT:
+    if waits is WaitRelation.ROOT and root is not None:
         # Other ranks may leave when they have sent their parts, so the root's excess also includes
         # the root's own work.
-        if root is None:
-            return WaitAndTransfer(nothing, nothing, nobody, no_lag, nobody)
         upper_bound_ns = nothing.copy()
         upper_bound_ns[:, root] = surplus[:, root]
         return WaitAndTransfer(nothing, upper_bound_ns, nobody, no_lag, duration_ns[:, root])
