@@ -187,10 +187,8 @@ def shares_to_times_ns(
 
 def _pack_device_place(progress: RankProgress) -> tuple[int, int, float, int]:
     place = progress.device
-    if place is None:
-        return 0, 0, 0.0, 0
-    behind = progress.step - place.step + 1
-    if not 0 < behind <= _MAX_U2 or place.place > _MAX_U2:
+    behind = 0 if place is None else progress.step - place.step + 1
+    if place is None or not 0 < behind <= _MAX_U2 or place.place > _MAX_U2:
         return 0, 0, 0.0, 0
     return (
         behind,
