@@ -69,10 +69,8 @@ class GpuTotals:
             self.counts["clock_reasons"] = self.counts.get("clock_reasons", 0) + 1
             for reason, bits in REASONS.items():
                 self.reasons[reason] = self.reasons.get(reason, 0) + bool(clock_reasons & bits)
-        for name in select_quantities(GPUS, "newest"):
-            value = sample[name]
-            if value is not None:
-                self.last[name] = int(value)
+        newest = {name: sample[name] for name in select_quantities(GPUS, "newest")}
+        self.last |= {name: int(value) for name, value in newest.items() if value is not None}
 
     def mean(self, name: str) -> float | None:
         """Return the mean of the gauge `name`; None if it was never measured."""

@@ -301,9 +301,8 @@ class _OpenGpu:
         if memory is not None:
             values.update(memory_used_bytes=memory.used, memory_total_bytes=memory.total)
         values |= known
-        for name in ("remapping_pending", "remapping_failed"):
-            if name in values:
-                values[name] = bool(values[name])
+        flags = {"remapping_pending", "remapping_failed"} & values.keys()
+        values |= {name: bool(values[name]) for name in flags}
         values["uuid"] = self._uuid
         return build_sample(GPUS, self._uuid, monotonic_ns, unix_ns, values, before)
 
