@@ -243,10 +243,11 @@ def _tokens_per_s(processes: Mapping[int, ProcessState], step_s: float | None) -
 
 
 def _samples_per_s(processes: Mapping[int, ProcessState], step_s: float | None) -> float | None:
-    def samples(each: OperatorStatistics) -> float | None:
-        return each.samples / each.steps_with_samples if each.steps_with_samples else None
-
-    return _sum_over_replicas(processes, samples, step_s)
+    return _sum_over_replicas(
+        processes,
+        lambda each: each.samples / each.steps_with_samples if each.steps_with_samples else None,
+        step_s,
+    )
 
 
 def _sum_over_replicas(
