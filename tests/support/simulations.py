@@ -25,7 +25,7 @@ def simulation(*faults: str, topology: Topology | None = None, **settings: Any) 
 
 
 def slow_ranks(run: Simulation, step: int) -> frozenset[int]:
-    """Return the ranks at fault in a step."""
+    """Return the ranks at fault in a step, and the members of slow groups."""
     masks = [fault.at_fault(np.array([step]), run.topology) for fault in run.faults]
     return frozenset(rank for mask in masks for rank in np.flatnonzero(mask).tolist())
 

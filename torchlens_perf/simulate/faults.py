@@ -198,6 +198,11 @@ class LinkFault(Fault):
         extra = np.float32(self.share * draft.usual_ns)
         transfer_ns[members] += extra * self.is_active(draft.step_numbers)
 
+    def at_fault(self, steps: npt.NDArray[np.int64], topology: Topology) -> npt.NDArray[np.bool_]:
+        found = super().at_fault(steps, topology)
+        found[topology.group_ranks(self.dimension, self.rank)] = self.is_active(steps)
+        return found
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthVariation(Fault):

@@ -158,7 +158,8 @@ def compare_faults(
     texts: Sequence[str], simulation: Simulation, steps: int, compared: ReportedVerdicts
 ) -> FaultComparison:
     """Compare the planted faults with the verdicts. texts: the faults as the user wrote them."""
-    masks = [_fault_mask(fault, simulation.topology, steps) for fault in simulation.faults]
+    numbers = np.arange(steps)
+    masks = [fault.at_fault(numbers, simulation.topology) for fault in simulation.faults]
     cases = list(map(_Case, texts, simulation.faults, masks, simulation.fault_effects(steps)))
     verdicts = [_to_naming_verdict(row) for row in compared.rows]
     matches = [
@@ -212,15 +213,6 @@ def _faults_found_by_verdict(
             credited.append(number)
         taken |= of_fault
     return credited
-
-
-def _fault_mask(fault: Fault, topology: Topology, steps: int) -> npt.NDArray[np.bool_]:
-    """Return True where a rank is at fault, or a member of a slow group: [ranks, steps]."""
-    numbers = np.arange(steps)
-    found = fault.at_fault(numbers, topology)
-    if isinstance(fault, LinkFault):
-        found[topology.group_ranks(fault.dimension, fault.rank)] = fault.is_active(numbers)
-    return found
 
 
 def _to_naming_verdict(row: Row) -> NamingVerdict:
@@ -310,8 +302,6 @@ def _fault_ranks(case: _Case, topology: Topology) -> tuple[int, ...]:
     A fault that does not begin within the run has ranks as well.
     """
     fault, mask = case.fault, case.mask
-    if isinstance(fault, LinkFault):
-        return tuple(topology.group_ranks(fault.dimension, fault.rank))
     if not mask.any():
         mask = fault.at_fault(np.array([fault.since]), topology)
     return tuple(np.flatnonzero(mask.any(axis=1)).tolist())

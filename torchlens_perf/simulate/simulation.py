@@ -147,7 +147,7 @@ class Fault:
         return (steps >= self.since) & (steps < range_end(self.until))
 
     def at_fault(self, steps: npt.NDArray[np.int64], topology: Topology) -> npt.NDArray[np.bool_]:
-        """Return True where a rank is at fault: [ranks, steps]. The detector should name it."""
+        """Return True where the detector should name a rank, or its slow group: [ranks, steps]."""
         return np.zeros((topology.rank_count, len(steps)), bool)
 
 
