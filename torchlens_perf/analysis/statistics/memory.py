@@ -185,9 +185,8 @@ def _parse_readings(
     records: npt.NDArray[np.void], names: list[str]
 ) -> list[tuple[MemoryReading, int | None]]:
     """Return the readings in these records, each with the peak of the reserved bytes."""
-    found = records[records["kind"] == Kind.MEMORY]
     by_time: dict[int, dict[str, np.void]] = {}
-    for record in found:
+    for record in records[records["kind"] == Kind.MEMORY]:
         by_time.setdefault(int(record["start_ns"]), {})[
             lookup_name(names, int(record["name_id"]))
         ] = record

@@ -58,8 +58,7 @@ class OperatorStatistics:
         known = steps.workload >= 0
         self.workload += int(steps.workload[known].sum())
         self.workload_steps += int(known.sum())
-        found = records[records["kind"] == Kind.OPERATORS]
-        for record in found:
+        for record in records[records["kind"] == Kind.OPERATORS]:
             key = OperatorKey.from_flags(int(record["flags"]))
             name = lookup_name(names, int(record["name_id"]))
             took_ns, first, second = (
