@@ -229,5 +229,4 @@ def _take_time(uses_s: dict[str, float], phase: str, seconds: float) -> float:
 
 def _lower_median(values: npt.NDArray[np.float64]) -> Floats:
     """Return the median over the first axis; of two values in the middle, the smaller one."""
-    middle = (len(values) - 1) // 2
-    return np.partition(values, middle, axis=0)[middle]
+    return np.quantile(values, 0.5, axis=0, method="lower")
