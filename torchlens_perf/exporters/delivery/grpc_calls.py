@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -65,12 +66,10 @@ def _retry_delay_s(error: Any) -> float | None:
     """Return the delay in google.rpc.RetryInfo of the error's details; None if it is missing."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS:
-            try:
+            with suppress(DecodeError):
                 for detail in Status.FromString(value).details:
                     info = RetryInfo()
                     if detail.Unpack(info):
                         asked_s: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
                         return max(0.0, asked_s)
-            except DecodeError:
-                return None
     return None
