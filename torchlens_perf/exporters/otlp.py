@@ -79,7 +79,6 @@ class OtlpExporter(Exporter):
         self._resource: Resource | None = None
         self._traces = RunSpanCollector(environ) if "traces" in signals else None
         self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
-        self._senders: dict[str, Sender] = {}
         self._metrics_due_s = math.inf
         self._interval_s = signals["metrics"].interval_s if "metrics" in signals else math.inf
         self._is_closing = False
@@ -88,15 +87,17 @@ class OtlpExporter(Exporter):
         earlier = Undelivered() if undelivered is None else undelivered
         self._earlier_alerts = earlier.alerts if "logs" in signals else []
         collect = {"metrics": self._collect_metrics, "traces": self._collect_dropped_steps}
-        for name, signal in signals.items():
-            # Alerts are queued when they arrive.
-            self._senders[name] = Sender(
+        # Alerts are queued when they arrive.
+        self._senders = {
+            name: Sender(
                 name,
                 signal.transport,
                 signal.limits,
                 collect.get(name, lambda sender: math.inf),
                 clock,
             )
+            for name, signal in signals.items()
+        }
         if "traces" in signals:
             self._senders["traces"].keep_sources(earlier.steps)
         # Traced steps by (attempt, step), and the ranks of this node.
