@@ -107,10 +107,9 @@ def create_exporter_from_environment(
         # An invalid variable only disables this signal.
         with guard(f"exporting {name} over OTLP"):
             made[name] = _make_signal(name, way, environ, run, owner)
-    if not made:
-        return None
-    with guard("exporting over OTLP"):
-        return _make_exporter(made, environ, run, owner)
+    if made:
+        with guard("exporting over OTLP"):
+            return _make_exporter(made, environ, run, owner)
     return None
 
 
