@@ -155,8 +155,10 @@ class Exchange:
                 notes.append(
                     f"{self._outbox.dropped} windows could not be sent to node 0's sidecar"
                 )
-            for node, count in self._inbox.count_unreadable_reports().items():
-                notes.append(f"{count} reports of node {node} could not be read")
+            notes += [
+                f"{count} reports of node {node} could not be read"
+                for node, count in self._inbox.count_unreadable_reports().items()
+            ]
             if self._inbox.refused:
                 notes.append(f"{self._inbox.refused} calls without this job's token were refused")
             notes += [
