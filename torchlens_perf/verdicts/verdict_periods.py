@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import numpy as np
 from msgspec import structs
@@ -220,17 +221,17 @@ class VerdictPeriods:
         # Steps in which a rank was slow also show how long a step took before.
         rest = _breakdowns_in(self.windows, ~found.inside & (found.judged | is_computing))
         everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
-        if not everywhere and len(rest) < _MIN_WINDOWS:
+        if len(rest) < (1 if everywhere else _MIN_WINDOWS):
             return None
         uses = [each.computing if is_computing else each.wait_of_kind(kind) for each in inside]
-        spent_s = _mean([each.seconds for each in uses])
-        rest_s = _mean(
+        spent_s = fmean([each.seconds for each in uses])
+        rest_s = fmean(
             [each.step_s if is_computing else each.wait_of_kind(kind).seconds for each in rest]
         )
         too_small = not is_computing and spent_s < _MIN_RATIO_TO_REST * rest_s
-        if not rest or too_small or (is_computing and found.until_step is not None):
+        if too_small or (is_computing and found.until_step is not None):
             return None
-        held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
+        held, step_s = self._period_of_run_part(found), fmean([each.step_s for each in inside])
         what = "Computing" if is_computing else uses[0].what
         evidence = past.RunPartEvidence(step_s, spent_s, what, rest_s, everywhere)
         return past.build_run_part_verdict(uses[0], evidence, held, self.facts)
@@ -304,7 +305,3 @@ class VerdictPeriods:
 def _breakdowns_in(windows: JudgedWindows, there: WindowMask) -> list[StepBreakdown]:
     found = zip(windows.breakdowns, there.tolist(), strict=True)
     return [each for each, is_there in found if each is not None and is_there]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
