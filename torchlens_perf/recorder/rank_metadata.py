@@ -228,9 +228,11 @@ def _collect_run_settings(config: Config) -> dict[str, str]:
         value = getattr(config, field.name)
         if field.name not in _PLACES and value != field.default:
             found[f"watch {field.name}"] = str(value)[:_MAX_VALUE_LENGTH]
-    for name in sorted(filter(_SPEED_VARIABLE.fullmatch, os.environ))[:_MAX_VARIABLES]:
-        found[name] = os.environ[name].encode(errors="replace").decode()[:_MAX_VALUE_LENGTH]
-    return found
+    variables = sorted(filter(_SPEED_VARIABLE.fullmatch, os.environ))[:_MAX_VARIABLES]
+    return found | {
+        name: os.environ[name].encode(errors="replace").decode()[:_MAX_VALUE_LENGTH]
+        for name in variables
+    }
 
 
 def _find_program_folder() -> str:
