@@ -6,6 +6,7 @@ series.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -97,12 +98,11 @@ def _convert_histogram(
 
 
 def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> None:
-    bounds, until_here = list(point.explicit_bounds), 0
+    bounds = list(point.explicit_bounds)
     examples = sorted(point.exemplars, key=lambda each: each.time_unix_nano)
     # The newest exemplar of each bucket.
     newest = {bisect_left(bounds, example.value): example for example in examples}
-    for bucket, count in enumerate(point.bucket_counts):
-        until_here += count
+    for bucket, until_here in enumerate(itertools.accumulate(point.bucket_counts)):
         upper = repr(bounds[bucket]) if bucket < len(bounds) else "+Inf"
         exemplar = _to_prometheus_exemplar(newest[bucket]) if bucket in newest else None
         found.add_sample(
