@@ -11,6 +11,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
 from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
 from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.store.reader import make_error_collector
@@ -59,9 +60,7 @@ def add_device_steps(
         )
         return
     tables = _read_device_steps(run, processes, node_of, notes)
-    populations: dict[str, list[int]] = defaultdict(list)
-    for rank in tables:
-        populations[processes[rank].placement.population].append(rank)
+    populations = group_values((processes[rank].placement.population, rank) for rank in tables)
     for ranks in populations.values():
         own_ns = compute_own_work_ns([tables[rank] for rank in ranks])
         for rank, work_ns in zip(ranks, own_ns, strict=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
@@ -17,6 +17,7 @@ from torchlens_perf.page.sections.section import RANK_TABLES, build_tables
 from torchlens_perf.page.sections.verdicts import build_verdicts_section
 from torchlens_perf.roles.facts import find_iterations
 from torchlens_perf.roles.lanes import draw_lanes
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.html import build_figure, build_section
 from torchlens_perf.view.markup import Element, tag
@@ -102,9 +103,7 @@ def _memory_caption(report: Report) -> str:
 
 
 def _build_hardware_section(contents: PageContents) -> Element | None:
-    by_title: dict[str, list[TimeSeries]] = defaultdict(list)
-    for each in contents["telemetry"]:
-        by_title[each["title"]].append(each)
+    by_title = group_values((each["title"], each) for each in contents["telemetry"])
     found = build_tables(contents, "gpus", "ports")
     if not by_title and not found:
         return None
@@ -123,11 +122,10 @@ def _build_series_figure(title: str, of: Sequence[TimeSeries]) -> Element:
 
 
 def _means_caption(of: Sequence[TimeSeries], show: Callable[[float], str]) -> str:
-    means = {}
-    for each in of:
-        known = [value for value in each["value"] if value is not None]
-        if known:
-            means[each["where"]] = sum(known) / len(known)
+    values = (
+        (each["where"], [value for value in each["value"] if value is not None]) for each in of
+    )
+    means = {where: fmean(known) for where, known in values if known}
     if not means:
         return "Not measured."
     low = min(means, key=lambda where: means[where])
