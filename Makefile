@@ -17,7 +17,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test pytest test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench bench-peers bench-peers-ready gpu-check clean
+.PHONY: demo test pytest test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench bench-peers bench-peers-ready bench-detectors gpu-check clean
 
 demo: $(DEMO)/ready
 	@read -r load _ < /proc/loadavg; test "$${load%.*}" -lt "$$(nproc)" || echo \
@@ -230,6 +230,10 @@ bench-peers-ready: $(addsuffix /ready,$(PEERS))
 
 bench-peers: $(TEST)/tap bench-peers-ready
 	$(TEST)/bin/python -m benchmarks.peers .venv-peers --minutes $(MINUTES) --clock $(CLOCK) --data benchmarks/peers.json --write
+
+# Detectors of slow ranks on the same planted faults (benchmarks/detectors/README.md). DETECT: further arguments.
+bench-detectors: $(TEST)/tap $(addprefix .venv-peers/,traceml/ready nvidia-resiliency-ext/ready)
+	$(TEST)/bin/python -m benchmarks.detectors --minutes 25 --out $(if $(OUT),$(OUT),build/detectors) $(DETECT)
 
 # All tools use one torch. It is in an environment of its own, which the others see.
 .venv-peers/torch/ready:
