@@ -68,6 +68,8 @@ class HostMetrics:
         self._cpu_folder = cpus
         self._processes: dict[int, _SampledProcess] = {}
         self._neighbours = CpuNeighbours(proc)
+        # The owners of all programs of the job by pid, also of ranks that have ended.
+        self._owners = {os.getpid(): SIDECAR}
         self._samples_neighbours = False
         self._disk_wait_s = float("-inf")
         # Values of the control groups in the sample in progress, because ranks often share a group.
@@ -121,10 +123,10 @@ class HostMetrics:
 
     def busiest_programs(self, pid: int) -> list[CpuProgram]:
         """Return the programs that recently used this process's CPUs, the busiest first."""
-        owners = {os.getpid(): SIDECAR}
         for each in self._processes.values():
-            owners |= {each.pid: RANK, **dict.fromkeys(each.children, CHILD)}
-        return self._neighbours.busiest_programs(self._processes.get(pid, _UNKNOWN).cpus, owners)
+            self._owners |= {each.pid: RANK, **dict.fromkeys(each.children, CHILD)}
+        cpus = self._processes.get(pid, _UNKNOWN).cpus
+        return self._neighbours.busiest_programs(cpus, self._owners)
 
     def sharing_ranks(self, pid: int) -> int:
         """Return the number of ranks that may use CPUs of this process, including itself."""
