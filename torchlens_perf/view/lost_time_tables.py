@@ -20,11 +20,13 @@ _NAMES = {
 
 
 def build_critical_path_table(report: Report) -> Table | None:
-    """Return the classes of time on the critical path, the largest first."""
+    """Return the classes of time on the critical path: slow ranks first, then the largest."""
     lost = report["lost_time"]
     if lost is None:
         return None
-    rows = [each for each in lost.classes if each.share >= _MIN_SHARE]
+    named = [each for each in lost.classes if each.share >= _MIN_SHARE]
+    # A short table ends after a few rows, which must not hide what the verdict is about.
+    rows = sorted(named, key=lambda each: not each.ranks)
     columns = [
         Column("critical path", [_class_name(each) for each in rows], Quantity.TEXT),
         Column("per step", [each.s_per_step for each in rows], help="Mean over all steps."),
