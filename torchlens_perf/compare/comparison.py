@@ -145,7 +145,7 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
     ]
     notes += [
         f"{' and '.join(alone)}: the noise between runs is assumed to be"
-        f" {_assume_spread((*before, *after)):.0%}."
+        f" {_assume_spread((*before, *after)):.0%} of the step."
         " Record 5 runs or more of each side to measure how much they differ"
     ] * bool(alone)
     return Comparison(

@@ -92,8 +92,7 @@ def _describe_step(step: Change, is_one_each: bool) -> str:
         Outcome.CHANGED: f" (95 % interval: {_format_interval(step)}).",
         Outcome.SAME: f". A change of {smallest} or more would have been found.",
         Outcome.UNKNOWN: (
-            f". One run of each side cannot tell a change of the step below {smallest} from noise"
-            " between runs."
+            ". That may be noise: one run of each side does not show how much runs differ."
             if is_one_each
             else f". That may be noise: these runs can only show changes of {smallest} or more."
         ),
@@ -139,13 +138,17 @@ def _suggest_action(compared: Comparison, step: Change) -> str:
     runs = count_runs_to_decide(step, MARGIN * step.before, tested)
     differ = f"step times of runs of one side differ by {format_percent(step.spread / step.before)}"
     if min(len(compared.before), len(compared.after)) == 1:
-        differ = "an estimate, because one run does not show how much runs differ"
-    if runs is None:
+        why = "because one run does not show how much runs differ"
+        found = [f"record 5 runs of each side, alternating, {why}"]
+    elif runs is None:
         smallest = format_percent(find_detectable(step, MOST_RUNS, tested) / step.before)
-        found = [f"even {MOST_RUNS} runs of each side would not show a change below {smallest}"]
+        found = [
+            f"even {MOST_RUNS} runs of each side would not show a change below {smallest} ({differ})"
+        ]
     else:
-        found = [f"record {runs} runs of each side, alternating, to tell a change from noise"]
-    found[0] += f" ({differ})"
+        found = [
+            f"record {runs} runs of each side, alternating, to tell a change from noise ({differ})"
+        ]
     in_run = sum(each.noise_of(STEP) ** 2 for each in everyone) / len(everyone)
     if 2 * in_run >= step.spread**2:
         steps = sum(each.report["steps"]["count"] for each in everyone) // len(everyone)
@@ -238,7 +241,7 @@ def _build_rank_tables(compared: Comparison) -> list[Table]:
             "Compute time of each rank",
             columns,
             first=_MAX_ROWS,
-            note="From the first run of each side, and not tested against noise.",
+            note="In the first run of each side. These changes are not tested against noise.",
             noun="rank",
         )
     ]
