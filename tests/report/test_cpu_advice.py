@@ -44,8 +44,9 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
     said = action([[STARVED] * 60], CpuUsage(2, 0, [1.9, 2.0], [STRESS]), 1)
 
     assert (
-        said == "see which programs outside of the job keep 95% of its CPUs busy (mainly stress-ng"
-        " (pid 7)); then use more CPUs (now 2)."
+        said
+        == "stop or move the programs outside of the job that keep 95% of its CPUs busy (mainly"
+        " stress-ng (pid 7)), or use more CPUs (now 2)."
     )
 
 
@@ -79,7 +80,7 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
             CpuUsage(2, 0, [5.0, 10.0], []),
             1,
             1,
-            ["see which programs outside of the job keep 50%"],
+            ["stop or move the programs outside of the job that keep 50%"],
             ["threads"],
         ),
         (

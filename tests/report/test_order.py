@@ -65,7 +65,7 @@ def test_every_screen_sorts_verdicts_by_cost() -> None:
     assert [kind for kind, _ in kinds] == ["long_steps", "data_bound", "long_steps", "none"]
     assert lost == sorted(lost, reverse=True)
     assert shown_in_order(render_full(report, "x", columns=250, color=False), first_words)
-    short_words = [first_words[0], "data loading", first_words[2]]
+    short_words = [first_words[0], "BOTTLENECK data loading", first_words[2]]
     assert shown_in_order(render_short(report, "x", columns=250, color=False), short_words)
     in_cell = json.loads(results_as_json(report, "x", ""))
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)

@@ -216,7 +216,7 @@ def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) ->
     assert row.held is not None
     expected = (
         f"Since step {row.held.since_step}, rank 3 computes"
-        f" {format_duration(row.evidence.work_s)} on average."
+        f" {format_duration(row.evidence.work_s)} per step on average."
     )
     assert expected in found(report, "ranks").note
 

@@ -132,8 +132,8 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
     )
     run.create()
     note = (
-        f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed"
-        f" {options.seed}"
+        f"simulated: {' and '.join(options.fault) or 'no fault'}; noise of {options.noise * 20:g}% of a step,"
+        f" seed {options.seed}"
     )
     device = None
     if options.device or options.launch_bound:

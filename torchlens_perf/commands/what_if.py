@@ -159,8 +159,8 @@ COMMAND = Command(
     summary="predict the step time after a change",
     description=(
         "Predict by how much a mean step gets shorter after changes, by replaying the recorded"
-        " steps. Several changes are made together. Without a change, show the most valuable"
-        " single ones."
+        " steps. Several changes are made together. If none is given, the most valuable changes"
+        " are shown."
     ),
     epilog=_HELP,
     arguments=(

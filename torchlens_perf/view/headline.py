@@ -32,6 +32,8 @@ _PHASES = {
     "compute": "forward and backward",
     "gap": "gaps between phases",
 }
+_PLACES = ("phase", "in", "bound by", "module", "modules")
+"""Names of facts on the place of a verdict in the step."""
 _STEP_WORDS = {"died": "after", "out_of_memory": "in"}
 """How the step of a single event is introduced."""
 
@@ -104,7 +106,14 @@ class Headline:
     @property
     def short_cost(self) -> str:
         """The cost as text in few words; "" if the verdict has no cost."""
-        return f"{self._amount} ({format_percent(self.cost_share or 0.0)})" if self._amount else ""
+        share = format_percent(self.cost_share or 0.0)
+        return f"{self._amount} ({share} of {self.whole})" if self._amount else ""
+
+    @property
+    def place(self) -> str:
+        """The part of the step and the modules, such as "forward, blocks.2"; "" without any."""
+        facts = dict(self.facts)
+        return ", ".join(facts[name] for name in _PLACES if name in facts)
 
     @property
     def _amount(self) -> str:
@@ -135,13 +144,22 @@ def choose_headline(found: Sequence[Headline]) -> Headline | None:
     return next(iter(list_current(found)), None)
 
 
-def describe_status(found: Sequence[Headline]) -> str:
-    """Return status and ranks of the current problems: "BOTTLENECK + SLOW RANK 1"."""
-    words = (
-        f"{each.status} {each.numbers}".replace(" RANK rank ", " RANK ").rstrip()
-        for each in list_current(found)
-    )
-    return " + ".join(dict.fromkeys(words))
+def describe_status(found: Sequence[Headline], room: int = 0) -> str:
+    """Return status and ranks of the current problems: "BOTTLENECK + SLOW RANK 1".
+
+    They have their place and cost if all fit into `room` characters: "SLOW RANK 1: forward, 12%".
+    """
+    now, whole = list_current(found), []
+    for each in now:
+        share = format_percent(each.cost_share) if each.cost_share else ""
+        what = ", ".join(filter(None, (each.place, share)))
+        whole.append(f"{_describe_subject(each)}: {what}" if what else _describe_subject(each))
+    text = " + ".join(whole)
+    return text if len(text) <= room else " + ".join(dict.fromkeys(map(_describe_subject, now)))
+
+
+def _describe_subject(head: Headline) -> str:
+    return f"{head.status} {head.numbers}".replace(" RANK rank ", " RANK ").rstrip()
 
 
 def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
@@ -191,7 +209,8 @@ def _describe_step(row: Verdict) -> str:
     """Return the step of which a cost per step is a share. Verdicts rest on different steps."""
     if not row.cost_s_per_step or not row.cost_share:
         return "step time"
-    return f"a step of {format_duration(row.cost_s_per_step / row.cost_share)}"
+    which = "a mean step" if row.kind == "long_steps" else "a step"
+    return f"{which} of {format_duration(row.cost_s_per_step / row.cost_share)}"
 
 
 def _status_and_severity(row: Verdict) -> tuple[str, str]:

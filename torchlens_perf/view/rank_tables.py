@@ -137,7 +137,7 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
         if work_s is not None and rank is not None and since is not None:
             mean = format_duration(work_s)
             if mean != format_duration_or_dash(compute_s.get(rank)):
-                return f"Since step {since}, rank {rank} computes {mean} on average."
+                return f"Since step {since}, rank {rank} computes {mean} per step on average."
     return ""
 
 

@@ -173,7 +173,7 @@ def short_report_lines(
     """
     found = build_headlines(report, run_dir)
     main = choose_headline(found)
-    status = describe_status(found)
+    status = describe_status(found, width - 2 - _LABEL)
     lines = [_title_line(report)]
     lines += [_labelled_line("status", status, "dim", "bold")] if " + " in status else []
     lines.append(Text(""))
@@ -357,11 +357,8 @@ def _verdict_location(head: Headline) -> list[str]:
     """Return the rank, phase, modules and steps of a verdict."""
     facts = dict(head.facts)
     ranks = [f"{name} {facts[name]}" for name in ("rank", "ranks") if name in facts]
-    parts = [
-        facts[name] for name in ("phase", "in", "bound by", "module", "modules") if name in facts
-    ]
     at = f"at {facts['at']}" if "at" in facts else ""
-    return [each for each in (*ranks, ", ".join(parts), facts.get("steps", ""), at) if each]
+    return [each for each in (*ranks, head.place, facts.get("steps", ""), at) if each]
 
 
 def _with_others(cost: str, head: Headline) -> str:

@@ -90,7 +90,10 @@ def _note(job: Utilization) -> str:
         precisions = ", ".join(job.precisions)
         text += f"MFU is not measured: no peak is known for {precisions} on this device."
     names = [f"{each.operator} ({format_percent(each.share)})" for each in job.uncounted[:3]]
-    return f"{text} Operators whose FLOPs are not counted: {', '.join(names)}." if names else text
+    uncounted = (
+        f"FLOPs are not counted of, by share of the time of all operators: {', '.join(names)}."
+    )
+    return f"{text} {uncounted}" if names else text
 
 
 def build_roofline_table(report: Report) -> Table | None:

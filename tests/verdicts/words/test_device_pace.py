@@ -138,7 +138,9 @@ def test_place_of_most_host_code_is_in_the_sentence_and_the_action(
         of_s = sum(gaps_ms.values()) / 1e3
         assert (gap.s, gap.of_s) == pytest.approx((gaps_ms[gap.at] / 1e3, of_s), abs=1e-6)
         own, whole = format_duration(gap.s), format_duration(gap.of_s)
-        assert f"Of {whole} of host code by the host's clock, {own} are between" in verdict.text
+        assert (
+            f"Of {whole} of host code per step, waits included, {own} are between" in verdict.text
+        )
         table = build_host_gap_table(report)  # type: ignore[arg-type]
         assert table is not None
         assert (table.columns[0].values[0], table.columns[1].values[0]) == ("backward", "optimizer")

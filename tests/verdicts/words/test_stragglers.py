@@ -632,3 +632,63 @@ class TestNoSlowRank:
                     REPORT, dataclasses.replace(found, usual=mixed)
                 ).sentence
             )
+
+
+def with_code(
+    *gaps_ms: dict[str, float], lines: dict[str, int] | None = None, slow: int = 3
+) -> SlowRankContext:
+    """Return a context with the host code of ranks, by place. lines: stack samples of the slow rank."""
+    rows: list[Any] = [
+        {
+            "rank": rank,
+            "host_gaps": {gap: ms / 1e3 for gap, ms in each.items()},
+            "lines": (lines or {}) if rank == slow else {"host at other.py:1 in f": 20},
+        }
+        for rank, each in enumerate(gaps_ms)
+    ]
+    return SlowRankContext(ranks=rows)
+
+
+USUAL = {"start>data": 1.0, "backward>optimizer": 1.0}
+
+
+def test_place_of_most_of_a_slow_ranks_host_code_is_named() -> None:
+    slow = episode(phase="host", phase_excess_ns=10 * MS)
+    verdict = verdict_on(
+        slow, with_code(USUAL, USUAL, USUAL, {"start>data": 2.0, "backward>optimizer": 10.0})
+    )
+
+    assert "; most of the difference is between the backward pass and the optimizer" in verdict.text
+    assert verdict.action.startswith("on rank 3, look at what runs between the backward pass and")
+
+
+@pytest.mark.parametrize(
+    ("phase", "mine"),
+    [
+        ("host", {"start>data": 6.0, "backward>optimizer": 6.0}),
+        ("host", {"start>data": 1.0, "backward>optimizer": 3.0}),
+        ("forward", {"start>data": 1.0, "backward>optimizer": 12.0}),
+        ("host", {}),
+    ],
+    ids=["two places", "little of the excess", "another phase", "not measured"],
+)
+def test_no_place_is_named_without_most_of_the_difference(
+    phase: str, mine: dict[str, float]
+) -> None:
+    slow = episode(phase=phase, phase_excess_ns=10 * MS)
+    verdict = verdict_on(slow, with_code(USUAL, USUAL, USUAL, mine))
+
+    assert "most of the difference" not in verdict.text
+    assert "look at what runs" not in verdict.action
+
+
+@pytest.mark.parametrize("phase", ["host", "data"])
+def test_line_of_most_samples_of_the_slow_rank_is_named(phase: str) -> None:
+    lines = {f"{phase} at train.py:42 in f": 8, f"{phase} at train.py:50 in g": 2}
+    slow = episode(phase=phase, phase_excess_ns=10 * MS)
+    verdict = verdict_on(slow, with_code(USUAL, USUAL, USUAL, USUAL, lines=lines))
+
+    assert "8 of 10 (80%) are at train.py:42 in f." in verdict.text
+    assert verdict.action == (
+        "on rank 3, look at train.py:42 in f, where most of this time is spent."
+    )

@@ -19,6 +19,7 @@ def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None =
     """Return the row of a rank. last: how often it was last to arrive; None if not known."""
     statistics, loader = process.statistics, process.facts.training.loader
     typical, device = build_typical_step(statistics), build_device_times(process)
+    sums = statistics.sums_of_typical_steps()
     return {
         "rank": rank,
         "host": process.identity.host,
@@ -40,10 +41,11 @@ def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None =
         "account": build_step_account(statistics),
         "lines": {
             line: samples
-            for line, samples in statistics.sums_of_typical_steps().lines.items()
+            for line, samples in sums.lines.items()
             # While workers load the data, the main process only waits for them.
             if not (line.startswith("data") and loader is not None and loader.workers)
         },
+        "host_gaps": {gap: sum_ns / sums.steps / 1e9 for gap, sum_ns in sums.gaps.items()},
         "loader_period_s": process.facts.loader_period_ns / 1e9 or None,
         "phases": {} if typical is None else build_phases(statistics, typical),
         "other_threads": other_thread_times(statistics),

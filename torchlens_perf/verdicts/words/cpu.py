@@ -36,9 +36,7 @@ def cpu_action(report: Facts) -> str:
     begin = "see what else keeps the CPUs busy" if not others else ""
     if share >= _OTHERS:
         busiest = max(others, key=lambda each: each["others_share"] or 0.0)
-        begin = (
-            f"see which programs outside of the job keep {format_percent(share)} of its CPUs busy"
-        )
+        begin = f"stop or move the programs outside of the job that keep {format_percent(share)} of its CPUs busy"
         named = [each for each in busiest["programs"] if each.owner in OUTSIDE]
         if named:
             # Programs that end soon are not seen, so the visible ones may use much less.
@@ -60,7 +58,7 @@ def cpu_action(report: Facts) -> str:
     current = _current_value_clause(cpus, "now ")
     more = f"more CPUs ({current})" if current else "more CPUs"
     ways = f"{', '.join(less)} or {more}" if less else more
-    return f"{begin}; then use {ways}." if begin else f"use {ways}."
+    return f"{begin}, or use {ways}." if begin else f"use {ways}."
 
 
 def describe_cpu_users(report: Facts) -> str:

@@ -102,7 +102,7 @@ class LargestGap(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        whole = f"Of {format_duration(self.of_s)} of host code by the host's clock"
+        whole = f"Of {format_duration(self.of_s)} of host code per step, waits included"
         return f"{whole}, {format_duration(self.s)} are {self.place}."
 
     @property

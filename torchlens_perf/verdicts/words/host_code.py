@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from torchlens_perf.verdicts.words.evidence import LargestGap, SampledLines
 from torchlens_perf.verdicts.words.report import Rank, Section
@@ -11,6 +11,8 @@ from torchlens_perf.verdicts.words.report import Rank, Section
 NEARLY = 0.8
 """Two times are nearly equal if the smaller is at least this share of the larger."""
 _NO_PHASE = "start>end"
+# A place has most of the difference between ranks if it has at least this share of it.
+_MOST = 0.6
 # With fewer samples in a part of the step, no line is named, and at most this many are.
 _MIN_SAMPLES, _MAX_LINES = 5, 2
 
@@ -24,6 +26,24 @@ def find_largest_gap(gaps_s: Mapping[str, float], least_s: float) -> LargestGap 
     if at == _NO_PHASE or gaps_s[at] < least_s:
         return None
     return LargestGap(at, gaps_s[at], sum(gaps_s.values()))
+
+
+def find_longer_gap(
+    ranks: Sequence[Rank], slow: Set[int], lead: int, least_s: float
+) -> LargestGap | None:
+    """Return the place where a slow rank needs most time beyond the mean of the ranks that are not
+    slow; None if it needs less than `least_s` more there, or if that is not most of what it needs
+    more. The times contain waits for a CPU.
+    """
+    others = [row["host_gaps"] for row in ranks if row["rank"] not in slow]
+    mine: dict[str, float] = next((row["host_gaps"] for row in ranks if row["rank"] == lead), {})
+    if not others:
+        return None
+    more_s = {
+        gap: gap_s - sum(each.get(gap, 0.0) for each in others) / len(others)
+        for gap, gap_s in mine.items()
+    }
+    return find_largest_gap(more_s, max(least_s, _MOST * sum(more_s.values())))
 
 
 def find_lines(ranks: Sequence[Rank], part: str) -> SampledLines | None:

@@ -289,6 +289,8 @@ class Rank(TypedDict):
     lines: dict[str, int]
     """Number of stack samples in parts and lines of typical steps, such as "host at train.py:65 in
     main". Other parts are "data", and sections in host code, such as \'section "log"\'."""
+    host_gaps: dict[str, float]
+    """See Steps.host_gaps."""
     loader_period_s: float | None
     """Time in which the workers of its DataLoader make a batch; None if not measured."""
     phases: dict[str, Phase]

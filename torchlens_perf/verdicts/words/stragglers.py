@@ -30,11 +30,14 @@ from torchlens_perf.verdicts.verdict import WORTH_A_LINE, Evidence, Period, RunL
 from torchlens_perf.verdicts.words.causes import describe_cause, describe_diagnosis
 from torchlens_perf.verdicts.words.evidence import (
     ImbalanceEvidence,
+    LargestGap,
     NoSlowRankEvidence,
     NotComparedEvidence,
+    SampledLines,
 )
+from torchlens_perf.verdicts.words.host_code import find_lines, find_longer_gap
 from torchlens_perf.verdicts.words.phases import phase_name
-from torchlens_perf.verdicts.words.report import Collective, Facts, Module
+from torchlens_perf.verdicts.words.report import Collective, Facts, Module, Rank
 
 MAX_NAMED = 4
 # The advice is to run at least this many steps. Short steps are averaged before they are compared,
@@ -59,6 +62,8 @@ _MIN_SHARED_RATIO = 2.0
 # slow steps, and excludes lack of a CPU. If the modules' excess is more than this many times the
 # phase's excess, only the names of the modules are shown.
 _MAX_MODULE_RATIO = 1.1
+# A gain below this share of the excess is called nothing.
+_GAIN = 0.01
 # A module explains the excess if at least this share of its own excess is above nearly all other ranks.
 _ABOVE_OTHERS, _NEARLY_ALL = 0.5, 0.9
 # The excess is between the modules if all of them explain less than this share of it.
@@ -126,6 +131,10 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     module_excess_s: float
     between_modules: bool
     """True if the modules were timed and explain little of the excess in the slow phase."""
+    gap: LargestGap | None
+    """Where host code has most of the excess, of which `of_s` is the whole; None if not known."""
+    lines: SampledLines | None
+    """Lines of most of the slow phase; None if not known."""
 
     def describe(self, verdict: Verdict) -> list[str]:
         cost = "Its cost to the job is not known"
@@ -140,19 +149,23 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         causes = self.describe_causes(verdict)
         cause = f"Cause: {causes}" if causes else ""
         own = self._describe_own_cost().capitalize()
-        return [found, f"{cost}, {since}.", own and f"{own}.", cause]
+        lines = self.lines.text if self.lines else ""
+        return [found, lines, f"{cost}, {since}.", own and f"{own}.", cause]
 
     def explain(self, verdict: Verdict) -> list[str]:
         times = _compare_times(self, verdict.phase, f"rank {verdict.rank}")
         measured = f"{times[0].upper()}{times[1:]}{self._describe_difference()}"
-        return ["; ".join(filter(None, (measured, self._describe_own_cost()))) + "."]
+        found = "; ".join(filter(None, (measured, self._describe_own_cost()))) + "."
+        return [found, self.lines.text if self.lines else ""]
 
     def _describe_own_cost(self) -> str:
         """Return a clause on the gain of repairing only this rank, node or position, next to a cost
         of others, too; else ""."""
         own_s = self.own_cost_s
-        gains = f"{format_duration(own_s)} a step" if own_s else "nothing"
-        return "" if own_s is None else f"repairing only this {self.scope} gains {gains}"
+        if own_s is None:
+            return ""
+        gains = f"{format_duration(own_s)} a step" if own_s >= _GAIN * self.excess_s else "nothing"
+        return f"repairing only this {self.scope} gains {gains}"
 
     def describe_causes(self, verdict: Verdict) -> str:
         return describe_diagnosis(verdict.diagnosis, verdict.rank)
@@ -176,6 +189,8 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
                 where += f" (+{format_duration(self.module_excess_s)} a step)"
         elif self.between_modules:
             where = "; most of the difference is between modules"
+        elif self.gap is not None:
+            where = f"; most of the difference is {self.gap.place}"
         return f"{where}{self.describe_pattern()}"
 
 
@@ -215,6 +230,7 @@ class SlowRankContext(NamedTuple):
     """See Run.judged_by."""
     last_arrival_shares: Mapping[int, float] = {}
     """Result of compute_last_arrival_shares()."""
+    ranks: Sequence[Rank] = ()
 
 
 def build_straggler_verdicts(
@@ -263,6 +279,7 @@ def build_slow_verdict(
     confidence = _compute_confidence(episode) / 2 ** len(doubts)
     if episode.by_windows:
         doubts.append("Found in statistics merged on devices; the rank's own records are missing.")
+    gap, lines = _find_slow_code(context, straggler)
     cause = cause_class(episode) if straggler.kind != "position" else "imbalance"
     shared = episode.shared if straggler.is_shared else None
     return Verdict(
@@ -275,7 +292,7 @@ def build_slow_verdict(
         confidence=confidence,
         action=describe_cause(explained[0], episode.rank)[1]
         if explained
-        else _next_action(episode, where, straggler),
+        else _next_action(episode, where, straggler, lines or gap),
         diagnosis=diagnosis,
         notes=tuple(doubts),
         held=Period(since_step=episode.since_step, until_step=None),
@@ -303,6 +320,8 @@ def build_slow_verdict(
             modules=tuple(modules),
             module_excess_s=module_excess_s,
             between_modules=between,
+            gap=gap,
+            lines=lines,
         ),
     )
 
@@ -394,6 +413,7 @@ def _compare_times(slow: StragglerEvidence, phase: str | None, it: str) -> str:
     it: the phrase for the slow rank, such as "it" or "rank 3".
     """
     others = "the other rank" if slow.compared == 2 else "the other ranks"
+    others = "the ranks that are not slow" if slow.slow_too else others
     others = "the median of the others" if slow.scope == "node" else others
     its = "its" if it == "it" else f"{it}'s"
     if phase == "cpu":
@@ -415,8 +435,28 @@ def _compute_confidence(episode: Episode) -> float:
     return 1 - 0.5 * min(1.0, (5.0 / max(episode.z_score, 1e-9)) ** 2)
 
 
-def _next_action(episode: Episode, what: str, straggler: StragglerGroup) -> str:
-    """Return the action against a slow rank. what: the slow module, or another part of the model."""
+def _find_slow_code(
+    context: SlowRankContext, straggler: StragglerGroup
+) -> tuple[LargestGap | None, SampledLines | None]:
+    """Return place and lines with most of the excess of a rank that is slow outside of its model."""
+    episode = straggler.lead
+    if episode.phase not in ("host", "data", "gap") or episode.by_host:
+        return None, None
+    mine = [row for row in context.ranks if row["rank"] == episode.rank]
+    slow = {*straggler.ranks, *straggler.slow_too}
+    # Typical steps of the whole run show only part of the excess of a rank that became slow later.
+    least_s = _FEW * episode.phase_excess_ns / 1e9
+    gap = find_longer_gap(context.ranks, slow, episode.rank, least_s)
+    return gap, find_lines(mine, "data" if episode.phase == "data" else "host")
+
+
+def _next_action(
+    episode: Episode, what: str, straggler: StragglerGroup, code: LargestGap | SampledLines | None
+) -> str:
+    """Return the action against a slow rank.
+
+    what: the slow module, or another part of the model. code: see _find_slow_code().
+    """
     rank = episode.rank
     if straggler.kind == "node":
         return (
@@ -438,6 +478,8 @@ def _next_action(episode: Episode, what: str, straggler: StragglerGroup) -> str:
             f"compare the host of rank {rank}: its CPU's clock, what else runs there, and what its"
             f" Python code does in {phase_name(episode.phase)}."
         )
+    if code is not None:
+        return f"on rank {rank}, {code.action}"
     compare = (
         f"compare the input sizes of {what} on rank {rank} with other ranks', then the clock speed"
         " and other processes of its host."

@@ -80,6 +80,7 @@ def _build_all_verdicts(
         run["device"],
         run["judged_by"],
         compute_last_arrival_shares(report["collectives"]),
+        report["ranks"],
     )
     now, before = build_straggler_verdicts(context, findings)
     if links.links:
