@@ -93,8 +93,13 @@ def judge_change(
         least = 2 * math.log(find_floor(name, everyone[0].device))
         common = median(worse.values()) if len(worse) > 1 else 0.0
         if common > least:
-            found = Outlier(name, median(values.values()), median(before.values()), whose)
-            yield build_verdict(GROUP, "all nodes", [each.rank for each in everyone], [found])
+            yield build_verdict(
+                GROUP,
+                "all nodes",
+                [each.rank for each in everyone],
+                [Outlier(name, median(values.values()), median(before.values()), whose)],
+            )
         for place in (at for at, excess in worse.items() if excess - max(0.0, common) > least):
-            found = Outlier(name, values[place], before[place], whose)
-            yield build_verdict(*locate(place, everyone), [found])
+            yield build_verdict(
+                *locate(place, everyone), [Outlier(name, values[place], before[place], whose)]
+            )

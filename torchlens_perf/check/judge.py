@@ -87,12 +87,11 @@ def find_outliers(
 
     values: one value per round for each of several equal parts.
     """
-    unit = find_quantity(name).unit
     rounds = min(map(len, values.values()))
     table = np.array([each[:rounds] for each in values.values()])
     if len(values) < 2 or not rounds or not (table > 0).all():
         return
-    badness = np.log(table) * (1 if unit == "s" else -1)
+    badness = np.log(table) * (1 if find_quantity(name).unit == "s" else -1)
     typical = np.median(badness, axis=1)
     # Two parts cannot tell what is usual, so a larger difference is required.
     least = math.log(floor) * (2 if len(values) == 2 else 1)
@@ -103,9 +102,15 @@ def find_outliers(
         # Rounds differ, so the medians over all rounds must differ as much.
         excess = min(excess, typical[row] - np.median(np.delete(typical, row)))
         if excess > max(least, SPREAD_FACTOR * spread):
-            usual = float(np.median(np.delete(table, row, axis=0)))
-            whose = f"in the median of {len(values) - 1} others"
-            yield key, Outlier(name, float(np.median(table[row])), usual, whose)
+            yield (
+                key,
+                Outlier(
+                    name,
+                    value=float(np.median(table[row])),
+                    usual=float(np.median(np.delete(table, row, axis=0))),
+                    whose=f"in the median of {len(values) - 1} others",
+                ),
+            )
 
 
 def judge_machines(everyone: Sequence[RankFigures]) -> list[Verdict]:

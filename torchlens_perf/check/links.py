@@ -117,13 +117,16 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
         (each for each in transfers if hosts[each.sender] != hosts[each.receiver]), floor
     )
     # What TCP lost belongs to the network of the node.
-    inside = (each for each in transfers if hosts[each.sender] == hosts[each.receiver])
-    within = Rates((each._replace(lost_share=0.0) for each in inside), floor)
+    inside = (
+        each._replace(lost_share=0.0)
+        for each in transfers
+        if hosts[each.sender] == hosts[each.receiver]
+    )
+    within = Rates(inside, floor)
     # Ranks on the CPUs of one node have no link between them.
-    has_links = everyone[0].device != "CPU"
     found = [
         _build_link_verdict([part], within, everyone)
-        for node in nodes * has_links for part in within.find_parts({*node})
+        for node in nodes * (everyone[0].device != "CPU") for part in within.find_parts({*node})
     ]  # fmt: skip
     # Rank 0 of a node is measured with ranks 0 of other nodes, and so on.
     parts = [part for lane in itertools.zip_longest(*nodes) for part in between.find_parts({*lane})]
@@ -167,9 +170,8 @@ def _build_link_verdict(
         subject = f"the port of {where}"
     if first.other is None and first.sends != first.receives:
         subject += ", sending only" if first.sends else ", receiving only"
-    value = median(rates.rates[pair] for pair in pairs)
     lost = max(rates.lost[pair] for pair in pairs)
     reason = f"TCP sent {format_percent(lost)} of the segments again" if lost > _MOST_LOST else ""
     whose = f"in the upper quartile of {len(rates.rates)} directions of pairs"
-    outlier = Outlier(TRANSFERS, value, rates.usual, whose)
+    outlier = Outlier(TRANSFERS, median(rates.rates[pair] for pair in pairs), rates.usual, whose)
     return build_verdict(LINK, subject, ranks, [outlier], reason)

@@ -90,10 +90,10 @@ class Trial(NamedTuple):
 
     def describe(self) -> str:
         """Return a line such as "3 workers: a batch every 20.1 ms; ..."."""
-        parts = (f"{name} {format_duration(time_s)}" for name, time_s in self.times_s.items())
         return (
             f"{format_count(self.workers, 'worker')}: a batch every {format_duration(self.period_s)};"
-            f" a worker's time for it: {', '.join(parts)}"
+            " a worker's time for it: "
+            + ", ".join(f"{name} {format_duration(time)}" for name, time in self.times_s.items())
         )
 
 
@@ -316,8 +316,12 @@ def check_data(options: argparse.Namespace) -> int:
     if options.loader:
         require(options.step_ms > 0, "--loader needs the time of a step: add --step-ms")
         loader = pkgutil.resolve_name(options.loader)()
-        read = [file for file in files if os.access(file, os.R_OK)]
-        is_fast, lines = prove_loader(loader, options.step_ms / 1e3, options.seconds / 2, read)
+        is_fast, lines = prove_loader(
+            loader,
+            options.step_ms / 1e3,
+            options.seconds / 2,
+            [file for file in files if os.access(file, os.R_OK)],
+        )
     if os.environ.get("RANK", "0") == "0":
         print("\n".join([*lines, *reads]))
     return int(not is_fast)

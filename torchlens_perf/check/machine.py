@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -145,9 +146,8 @@ def read_sizes() -> dict[str, float]:
 
 def describe_machine() -> str:
     """Return the model and the number of the CPUs."""
-    lines = read_kernel_text("/proc/cpuinfo").splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} x {models[0] if models else os.uname().machine}"
+    model = re.search(r"^model name\s*: (.*)", read_kernel_text("/proc/cpuinfo"), re.MULTILINE)
+    return f"{os.cpu_count()} x {model[1].strip() if model else os.uname().machine}"
 
 
 def _measure_import(_: float) -> float:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import torch.distributed as dist
 
 from torchlens_perf.check.baseline import build_baseline, exchange_baseline, judge_change
 from torchlens_perf.check.communication import measure_groups, measure_links, parse_mesh
@@ -73,7 +72,7 @@ def run_check(options: argparse.Namespace) -> int:
         code = ranks.gather(conclude(options, everyone, transfers) if ranks.rank == 0 else UNKNOWN)[
             0
         ]
-        dist.destroy_process_group()
+        ranks.close()
     except (RuntimeError, OSError) as error:
         ranks.fail(error)
     return code
@@ -89,8 +88,7 @@ def conclude(
         rank for each in verdicts if each.evidence.cause.startswith(CPU_TIME) for rank in each.ranks
     }
     verdicts += [each for each in judge_links(transfers, everyone) if not slow & {*each.ranks}]
-    date = time.strftime("%Y-%m-%d")
-    new = build_baseline(everyone, transfers, date, passed=not verdicts)
+    new = build_baseline(everyone, transfers, time.strftime("%Y-%m-%d"), passed=not verdicts)
     old = exchange_baseline(new, [each.host for each in everyone])
     verdicts += judge_change(old, new, everyone) if old else []
     return _report(
@@ -108,14 +106,18 @@ def _report(
         result = {"exit_code": code, "verdicts": verdicts, "values": values, "ranks": everyone}
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     if options.json != "-":
-        lines = format_report(everyone, verdicts, values, is_compared=is_compared)
-        print("\n".join(lines), flush=True)
+        print(
+            *format_report(everyone, verdicts, values, is_compared=is_compared),
+            sep="\n",
+            flush=True,
+        )
     return code
 
 
 def _report_missing(options: argparse.Namespace, missing: Sequence[int], reason: str) -> int:
-    subject = format_rank_list(missing) if missing else "all ranks"
-    verdict = build_verdict(NO_ANSWER, subject, missing, reason=reason)
+    verdict = build_verdict(
+        NO_ANSWER, format_rank_list(missing) if missing else "all ranks", missing, reason=reason
+    )
     return _report(options, [], [verdict], {}, is_compared=False)
 
 
