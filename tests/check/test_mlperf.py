@@ -15,9 +15,6 @@ from torch import nn
 from tests.support.recording import recorded
 from torchlens_perf import watch
 
-pytest.importorskip(
-    "mlperf_logging", reason="mlperf-logging is not installed: pip install 'torchlens-perf[mlperf]'"
-)
 PRECISIONS = dict.fromkeys(
     [f"lowest_numerical_precision_in_{each}" for each in ("linear", "attn", "comm")], "fp32"
 )
@@ -106,10 +103,8 @@ def test_samples_are_missing_if_nothing_counts_them(
     assert {key: last["metadata"][key] for key in last["metadata"] if "samples" in key} == expected
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_compliance_checker_accepts_a_complete_run(tmp_path: Path, is_complete: bool) -> None:
-    pytest.importorskip("yaml", reason="PyYAML is not installed")
     log = tmp_path / "result_0.txt"
     train(tmp_path / "runs", log)
     if not is_complete:
