@@ -23,7 +23,7 @@ from torchlens_perf.run.processes import read_kernel_text
 
 _SIZES = {"cpu": (1 << 14, 1 << 19, 1 << 22), "cuda": (1 << 16, 1 << 22, 1 << 27)}
 """Sizes of collectives by device, in bytes."""
-_TRANSFER_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
+_TRANSFER_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 _FIRST_ROUNDS = 64
 
 
@@ -67,9 +67,14 @@ def measure_groups(
             repeats = int(
                 budget_s / len(mesh) / len(sizes) / len(calls) / ROUNDS / float(slowest_s)
             )
-            measure = partial(time_calls, call, max(1, min(repeats, 200)), ranks.device)
             rates = [
-                bus_bandwidth(operation, len(members), whole.nbytes, 1e9 * measure()) or 0.0
+                bus_bandwidth(
+                    operation,
+                    len(members),
+                    whole.nbytes,
+                    1e9 * time_calls(call, max(1, min(repeats, 200)), ranks.device),
+                )
+                or 0.0
                 for _ in range(ROUNDS)
             ]
             yield f"{operation}, {format_bytes(whole.nbytes, 'B')}, {name}", members, rates
@@ -101,25 +106,26 @@ def measure_links(ranks: Ranks, nodes: Sequence[Sequence[int]], seconds: float) 
 
 
 def _measure_pair(ranks: Ranks, pair: Pair, payload: torch.Tensor) -> Iterator[Transfer]:
-    """Measure both directions, and yield the one that this rank receives."""
+    """Measure both directions, and yield the one that this rank sends.
+
+    The sender's time ends with the receiver's answer. The receiver's time may begin after data has
+    arrived, so that a busy node would have the faster links.
+    """
     for sender, receiver in (pair, pair[::-1]):
         sends, peer = ranks.rank == sender, receiver if ranks.rank == sender else sender
-        token, before = torch.zeros(1), _read_segments()
-        _exchange(payload[:1], peer, sends=sends)
-        _exchange(token, peer, sends=not sends)
-        spent_s = time_calls(partial(_exchange, payload, peer, sends=sends), 1, ranks.device)
-        _exchange(token, peer, sends=not sends)
+        token, before = torch.zeros(1, device=ranks.device), _read_segments()
+        _exchange(payload[:1], token, peer, sends=sends)
+        spent_s = time_calls(partial(_exchange, payload, token, peer, sends=sends), 1, ranks.device)
         sent, again = (after - at for at, after in zip(before, _read_segments(), strict=True))
-        lost = torch.tensor([again / max(1, sent + again)])
-        _exchange(lost, peer, sends=sends)
-        if not sends:
-            yield Transfer(sender, receiver, payload.nbytes / spent_s, float(lost))
+        if sends:
+            yield Transfer(sender, receiver, payload.nbytes / spent_s, again / max(1, sent + again))
 
 
-def _exchange(tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
-    """Send a tensor to a rank, or receive it from there, in the communicator of all ranks."""
-    operation = dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer)
-    dist.batch_isend_irecv([operation])[0].wait()
+def _exchange(tensor: torch.Tensor, answer: torch.Tensor, peer: int, *, sends: bool) -> None:
+    """Send a tensor and receive an answer, or the reverse, in the communicator of all ranks."""
+    for each, is_sent in (tensor, sends), (answer, not sends):
+        operation = dist.P2POp(dist.isend if is_sent else dist.irecv, each, peer)
+        dist.batch_isend_irecv([operation])[0].wait()
 
 
 def _read_segments() -> tuple[int, int]:
