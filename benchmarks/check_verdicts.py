@@ -1,10 +1,12 @@
 """Faults planted in four nodes of this machine, and the verdicts of `torchlens_perf check` on them.
 
-    sudo python -m benchmarks.check_verdicts --runs 5 --clean 10 --seconds 8
+    sudo python -m benchmarks.check_verdicts --runs 20 --clean 40 --file runs.jsonl --minutes 60
+
+Runs are appended to the file. A campaign that has ended early goes on with the runs that are missing.
 
 Each node is a network namespace with two ranks, a host name and control groups of its own, behind a
-bridge. Needs root, `ip`, `tc` and control groups of version 1. A line of JSON per run; the last line
-has the counts.
+bridge. Needs root, `ip`, `tc` (Debian's iproute2) and control groups of version 1. A line of JSON per
+run, with the load average before it; the last lines have the counts.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import argparse
 import contextlib
 import ctypes
 import json
+import math
 import os
+import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +34,7 @@ import torch.distributed.device_mesh
 
 from torchlens_perf.check import runner  # noqa: F401
 from torchlens_perf.commands.cli import main as main_command
+from torchlens_perf.run.grouping import group_values
 
 _CLONE_NEWNET, _CLONE_NEWUTS, _CLONE_NEWNS = 0x40000000, 0x04000000, 0x00020000
 NODES, RANKS_PER_NODE = 4, 2
@@ -177,13 +183,14 @@ def _plant_loss(cluster: Cluster, node: int) -> None:
     sh("tc", "-n", f"{cluster.name}-hub", "qdisc", "add", "dev", f"port{node}", *rule)
 
 
-def run_check(fault: str, node: int, seconds: float) -> dict[str, Any]:
+def run_check(fault: str, node: int, seconds: float, keep: Path | None) -> dict[str, Any]:
+    """Run one check. keep: file for its result, with all values."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp")))
         cluster = Cluster(stack)
         groups, mounts = plant(cluster, fault, node, stack, folder) if fault else ([], "")
         result = folder / "result.json"
-        begin_s = time.monotonic()
+        begin_s, load = time.monotonic(), os.getloadavg()[0]
         ranks = []
         for rank in range(NODES * RANKS_PER_NODE):
             at = rank // RANKS_PER_NODE
@@ -204,12 +211,16 @@ def run_check(fault: str, node: int, seconds: float) -> dict[str, Any]:
             if result.exists()
             else {"verdicts": [], "exit_code": None}
         )
+        if keep and result.exists():
+            shutil.copy(result, keep)
     texts = [each["text"] for each in found["verdicts"]]
     wall_s = round(time.monotonic() - begin_s, 1)
     return {
         "fault": fault,
         "node": node,
+        "seconds": seconds,
         "wall_s": wall_s,
+        "load": load,
         **judge(fault, node, found),
         "texts": texts,
     }
@@ -269,13 +280,25 @@ def judge(fault: str, node: int, found: dict[str, Any]) -> dict[str, Any]:
     return {"named": bool(right), "others": of_node, "exit_code": found["exit_code"]}
 
 
-def list_cases(runs: int, clean: int, faults: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield faults and nodes, with the clean runs spread among them."""
-    for run in range(max(runs, 1)):
-        for fault in faults[: runs * len(faults)]:
-            yield fault, run % NODES
-        for _ in range(clean * run // max(runs, 1), clean * (run + 1) // max(runs, 1)):
-            yield "", -1
+def choose_next(done: Sequence[dict[str, Any]], wanted: Mapping[str, int]) -> str | None:
+    """Return the fault of which the smallest share of runs is done; None if nothing is missing."""
+    counts = Counter(each["fault"] for each in done)
+    missing = [fault for fault, runs in wanted.items() if counts[fault] < runs]
+    return min(missing, key=lambda fault: counts[fault] / wanted[fault], default=None)
+
+
+def describe(done: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line on each fault."""
+    rows = group_values((each["fault"], each) for each in done)
+    for fault, runs in rows.items():
+        named = sum(each["named"] for each in runs)
+        wrong = sum(bool(each["others"]) for each in runs)
+        wall_s = statistics.median(each["wall_s"] for each in runs)
+        loads = [each["load"] for each in runs]
+        yield (
+            f"{fault or 'clean'}: named in {named} of {len(runs)}; another part in {wrong};"
+            f" median {wall_s:.0f} s, load average {min(loads):.1f} to {max(loads):.1f}"
+        )
 
 
 def main() -> None:
@@ -284,18 +307,27 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=10, help="runs without a fault")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--faults", nargs="*", default=list(FAULTS))
+    parser.add_argument(
+        "--file", type=Path, help="lines of earlier runs, to which new ones are added"
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="time for new runs")
+    parser.add_argument("--keep", type=Path, help="folder for the results with all values")
     given = parser.parse_args()
-    named, total, wrong = Counter[str](), Counter[str](), Counter[str]()
-    for fault, node in list_cases(given.runs, given.clean, given.faults):
-        found = run_check(fault, node, given.seconds)
-        print(json.dumps(found), flush=True)
-        total[fault] += 1
-        named[fault] += found["named"]
-        wrong[fault] += bool(found["others"])
-    for fault in total:
-        print(
-            f"{fault or 'clean'}: named in {named[fault]} of {total[fault]}; another part in {wrong[fault]}"
-        )
+    begin_s, earlier = time.monotonic(), given.file and given.file.exists()
+    done = [json.loads(line) for line in given.file.read_text().splitlines()] if earlier else []
+    wanted = {**dict.fromkeys(given.faults, given.runs), "": given.clean}
+    while (fault := choose_next(done, wanted)) is not None:
+        if time.monotonic() - begin_s > 60 * given.minutes:
+            break
+        node = sum(each["fault"] == fault for each in done) % NODES if fault else -1
+        keep = given.keep and given.keep / f"{len(done):03}-{fault or 'clean'}.json"
+        done.append(run_check(fault, node, given.seconds, keep))
+        line = json.dumps(done[-1])
+        print(line, flush=True)
+        if given.file:
+            with given.file.open("a") as file:
+                file.write(line + "\n")
+    print("\n".join(describe(done)))
 
 
 if __name__ == "__main__":
