@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +22,6 @@ from torchlens_perf.check.machine import ROUNDS, time_calls
 from torchlens_perf.check.ranks import Ranks
 from torchlens_perf.check.tournament import Pair, Rounds, Transfer, measure_rounds
 from torchlens_perf.errors import ConfigError, require
-from torchlens_perf.run.processes import read_kernel_text
 
 _SIZES = {"cpu": (1 << 14, 1 << 19, 1 << 22), "cuda": (1 << 16, 1 << 22, 1 << 27)}
 """Sizes of collectives by device, in bytes."""
@@ -129,11 +131,18 @@ def _exchange(tensor: torch.Tensor, answer: torch.Tensor, peer: int, *, sends: b
 
 
 def _read_segments() -> tuple[int, int]:
-    """Return the TCP segments that this node, or its network namespace, has sent, and sent again."""
-    rows = [
-        line.split()
-        for line in read_kernel_text("/proc/net/snmp").splitlines()
-        if line[:4] == "Tcp:"
+    """Return the TCP segments that this process has sent once, and sent again, by its open sockets.
+
+    The counters of the node contain the transfers of its other ranks.
+    """
+    rows = [(int(name), (ctypes.c_uint32 * 35)()) for name in os.listdir("/proc/self/fd")]
+    of_sockets = [
+        info
+        for fd, info in rows
+        if not ctypes.CDLL(None).getsockopt(
+            fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(ctypes.c_uint32(140))
+        )
     ]
-    counts = dict(zip(*rows, strict=True))
-    return int(counts["OutSegs"]), int(counts["RetransSegs"])
+    # tcpi_total_retrans and tcpi_segs_out of struct tcp_info in <linux/tcp.h>.
+    again = sum(info[25] for info in of_sockets)
+    return sum(info[34] for info in of_sockets) - again, again

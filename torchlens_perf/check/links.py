@@ -116,13 +116,9 @@ def judge_links(transfers: Sequence[Transfer], everyone: Sequence[RankFigures]) 
     between = Rates(
         (each for each in transfers if hosts[each.sender] != hosts[each.receiver]), floor
     )
-    # What TCP lost belongs to the network of the node.
-    inside = (
-        each._replace(lost_share=0.0)
-        for each in transfers
-        if hosts[each.sender] == hosts[each.receiver]
+    within = Rates(
+        (each for each in transfers if hosts[each.sender] == hosts[each.receiver]), floor
     )
-    within = Rates(inside, floor)
     # Ranks on the CPUs of one node have no link between them.
     found = [
         _build_link_verdict([part], within, everyone)

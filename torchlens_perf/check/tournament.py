@@ -33,7 +33,7 @@ class Transfer(NamedTuple):
     receiver: int
     bytes_per_s: float
     lost_share: float = 0.0
-    """Share of TCP segments of the sender's node that were sent again."""
+    """Share of the sender's TCP segments that were sent again."""
 
 
 def make_circle(count: int) -> Rounds:
