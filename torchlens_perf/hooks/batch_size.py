@@ -115,8 +115,10 @@ def _take(parts: Iterable[Any]) -> list[Any]:
 def _list_values(mapping: Any) -> list[Any]:
     # dict.get() would compare the key with keys of the user's types.
     items = _take(dict.items(mapping))
-    first = [value for key, value in items if type(key) is str and key == "input_ids"]
-    return [*first, *(value for _, value in items)]
+    return [
+        *(value for key, value in items if type(key) is str and key == "input_ids"),
+        *(value for _, value in items),
+    ]
 
 
 def _read_attributes(part: object) -> dict[str, Any]:

@@ -49,8 +49,7 @@ def find_other_profiler() -> str:
     prepared = [
         each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)
     ]
-    is_prepared = any(torch_private.is_profile_prepared(each) for each in prepared)
-    return "torch.profiler" if is_prepared else ""
+    return "torch.profiler" if any(map(torch_private.is_profile_prepared, prepared)) else ""
 
 
 class CuptiTeardown:

@@ -1,9 +1,13 @@
-"""Time the DataLoader: waits for the next batch, and starts of worker processes."""
+"""Time the DataLoader: waits for the next batch, and starts of worker processes.
+
+Waits for batches of Ray Data are timed, too, if the job has imported it before the watch begins.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
+_RAY_BATCHES = "ray.data._internal.block_batching.iter_batches"
 
 
 class DataHook:
@@ -97,6 +102,19 @@ class DataHook:
                 hook._workers.end_start(timed, self, session, recorder.now_ns() - began_ns)
                 recorder.end(_DATA, workers)
 
+        # The iterators of Ray Data are generators, whose __next__ cannot be replaced.
+        ray_batches = getattr(sys.modules.get(_RAY_BATCHES), "BatchIterator", None)
+        ray_wait = getattr(ray_batches, "get_next_batch_context", None)
+
+        @contextmanager
+        def timed_ray_wait(self: Any) -> Iterator[None]:
+            recorder.begin(_DATA, data)
+            try:
+                with ray_wait(self):  # type: ignore[misc]
+                    yield
+            finally:
+                recorder.end(_DATA, data)
+
         torch_private.break_graph_at(timed_next)
         torch_private.break_graph_at(timed_iter)
         patched_next = native_hook(
@@ -105,5 +123,8 @@ class DataHook:
         with (
             patched(_BaseDataLoaderIter, "__next__", patched_next),
             patched(DataLoader, "__iter__", timed_iter),
+            patched(ray_batches, "get_next_batch_context", timed_ray_wait)
+            if ray_wait
+            else nullcontext(),
         ):
             yield

@@ -25,8 +25,7 @@ def named_modules(root: Module) -> Iterator[tuple[str, Module]]:
         yield name, module
         if module._modules:
             prefix = f"{name}." if name else ""
-            inside = [(prefix + child, each) for child, each in named_children(module)]
-            waiting += reversed(inside)
+            waiting += [(prefix + child, each) for child, each in named_children(module)][::-1]
 
 
 def modules(root: Module) -> Iterator[Module]:

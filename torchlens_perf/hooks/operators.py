@@ -103,8 +103,9 @@ class _StepCounter:
         others.sort(key=lambda each: -each[2])
         rest = others[_MAX_NAMES:]
         if rest:
-            rest_ns = sum(each[2] for each in rest)
-            others[_MAX_NAMES:] = [(OTHER_NAMES, sum(each[1] for each in rest), rest_ns)]
+            others[_MAX_NAMES:] = [
+                (OTHER_NAMES, sum(each[1] for each in rest), sum(each[2] for each in rest))
+            ]
         key = OperatorKey(Pass.FORWARD, Work.OTHER, "other")
         for name, its_calls, took_ns in others:
             record(session.intern(name), key, took_ns, 0, its_calls)

@@ -38,9 +38,10 @@ def list_collective_operators() -> list[str]:
     """Return the dispatcher names of c10d's collectives and point-to-point operations."""
     import torch
 
-    names = torch._C._dispatch_get_all_op_names()
     return sorted(
-        name for name in names if name.startswith("c10d::") and name not in _NOT_COLLECTIVES
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("c10d::") and name not in _NOT_COLLECTIVES
     )
 
 

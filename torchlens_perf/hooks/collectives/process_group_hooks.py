@@ -61,8 +61,11 @@ def are_available() -> bool:
     from torch._C._distributed_c10d import ProcessGroup
 
     # Devices of other types, such as "xpu", have kernels of their own, which call no hooks.
-    served = ("", "cuda", torch_private.get_private_device_type())
-    return hasattr(ProcessGroup, "register_pre_hook") and devices.find_accelerator() in served
+    return hasattr(ProcessGroup, "register_pre_hook") and devices.find_accelerator() in (
+        "",
+        "cuda",
+        torch_private.get_private_device_type(),
+    )
 
 
 def is_hooked(operator: str) -> bool:
@@ -192,8 +195,7 @@ def _tell_operator(operator: str, inputs: int, outputs: int, root: int) -> str:
     if inputs == outputs == 1:
         return f"{operator}_base"
     if name == "allgather" and inputs > 1:
-        kind = "allgather_into_tensor_coalesced" if inputs == outputs else "allgather_coalesced"
-        return f"c10d::{kind}"
+        return f"c10d::allgather_{'into_tensor_' * (inputs == outputs)}coalesced"
     if name == "reduce_scatter" and outputs > 1:
         return "c10d::reduce_scatter_tensor_coalesced"
     return operator

@@ -52,8 +52,7 @@ class PythonRecording:
         payload: tensors in nested lists. device: type of the device on which the operation runs.
         blocking: True if the call blocks until the operation's end.
         """
-        dtype = getattr(find_first_tensor(payload), "dtype", None)
-        key = operator, group, dtype, peer
+        key = operator, group, getattr(find_first_tensor(payload), "dtype", None), peer
         name_id, slot, numbers = self._known.get(key) or self._describe(key)
         # On a device, waiting for a Work only orders streams. The operation may end later.
         on_cpu = device == "cpu"

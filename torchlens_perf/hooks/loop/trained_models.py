@@ -41,8 +41,9 @@ class CalledModules:
             trained = [
                 each for each in self.list_alive() if any(map(is_trained, _list_parameters(each)))
             ]
-        parts = (part for each in trained for part in module_tree.modules(each) if part is not each)
-        inside = set(map(id, parts))
+        inside = {
+            id(part) for each in trained for part in module_tree.modules(each) if part is not each
+        }
         return [each for each in trained if id(each) not in inside]
 
 
