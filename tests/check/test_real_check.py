@@ -121,3 +121,18 @@ def test_rank_that_never_arrives_is_named(tmp_path: Path, absent: int) -> None:
 
     assert printed == f"[{absent}] did not respond in time during the start\n"
     assert other.returncode == 1
+
+
+@pytest.mark.long
+def test_check_that_is_slow_goes_on_while_stages_end(tmp_path: Path) -> None:
+    code = (
+        "from torchlens_perf.check.ranks import Ranks; import os, time\n"
+        "from torchlens_perf.run.place.launcher import detect_place\n"
+        "ranks = Ranks(detect_place(os.environ, None), 3.0, lambda ranks, reason: 1)\n"
+        "for _ in range(3): ranks.meet('a stage'); time.sleep(2)\n"
+        "ranks.close(); print('finished')"
+    )
+    alone = start_python(tmp_path, 0, free_port(), 1, "-c", code)
+
+    assert alone.communicate(timeout=60)[0] == "finished\n"
+    assert alone.returncode == 0

@@ -52,8 +52,7 @@ class Ranks:
         # Rank 0 judges first.
         self._end_s = time.monotonic() + limit_s + _SILENT_S * (self.rank > 0)
         # Rank 0 watches all ranks, and they watch rank 0. A lost store silences rank 0, too.
-        watched = range(self.size if self.rank == 0 else 1)
-        self._seen = dict.fromkeys(watched, (0, time.monotonic()))
+        self._seen = dict.fromkeys(range(self.size if self.rank == 0 else 1), (0, time.monotonic()))
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -87,6 +86,8 @@ class Ranks:
     def meet(self, stage: str) -> None:
         """Wait for all ranks. stage: what they do next, for the report on a rank that does not come."""
         self._stage = stage
+        # On busy CPUs, a check takes longer than planned. It goes on while stages end.
+        self._end_s = max(self._end_s, time.monotonic() + _SILENT_S * (6 + (self.rank > 0)))
         self._store.add(f"stage/{self.rank}", 1)
         dist.all_reduce(torch.zeros(1))
 
