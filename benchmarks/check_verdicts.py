@@ -212,6 +212,7 @@ def run_check(fault: str, node: int, seconds: float, keep: Path | None) -> dict[
             else {"verdicts": [], "exit_code": None}
         )
         if keep and result.exists():
+            keep.mkdir(exist_ok=True)
             shutil.copy(result, keep)
     texts = [each["text"] for each in found["verdicts"]]
     wall_s = round(time.monotonic() - begin_s, 1)
@@ -306,7 +307,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs of each fault")
     parser.add_argument("--clean", type=int, default=10, help="runs without a fault")
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--faults", nargs="*", default=list(FAULTS))
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument(
         "--file", type=Path, help="lines of earlier runs, to which new ones are added"
     )
