@@ -147,3 +147,35 @@ def test_wait_for_other_samples_of_a_call_is_left_out() -> None:
     assert found.seconds - halved.seconds == 2.0
     # Weights without a batch belong to the last one.
     assert found.weights_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("begin_s", "generation_s", "reward_s"), [(4.5, 4.0, 1.0), (3.0, 2.0, 3.0)]
+)
+def test_trainer_waits_for_the_last_sample_and_for_the_last_call_of_another_rank(
+    begin_s: float, generation_s: float, reward_s: float
+) -> None:
+    """Rank 0 has the longest sample, and rank 1 the longest call for rewards.
+
+    begin_s: of that call. If it began before the longest sample was there, the ranks did not wait for
+    each other, and the last sample is one of rank 1.
+    """
+    events = []
+    for rank, name, end_s in ((0, "0a", 1.0), (0, "0b", 4.0), (1, "1a", 1.0), (1, "1b", 2.0)):
+        events.append(Event(0.0, f"rank {rank}", "sample_sent", name, "7"))
+        events.append(Event(0.0, "engine", "generation_begin", name, ""))
+        events.append(Event(end_s, "engine", "generation_end", name, "", 10))
+        begin = begin_s if rank else 4.5
+        events.append(Event(begin, f"reward {rank}", "reward_begin", name, ""))
+        events.append(
+            Event(begin_s + reward_s if rank else 4.7, f"reward {rank}", "reward_end", name, "")
+        )
+    events.append(Event(6.0, "rank 0", "batch_complete", "", "7"))
+    (found,) = build_iterations(events)
+
+    parts = sum_parts([found])
+    assert parts["generation"] == generation_s
+    assert parts["reward"] == reward_s
+    assert {each.process for each in found.path() if each.part == "reward"} == {"reward 1"}
+    longest = next(each for each in found.samples if each.id == "0b")
+    assert longest.done_s == (5.5 if begin_s == 4.5 else 4.7)

@@ -10,10 +10,11 @@ import bisect
 import dataclasses
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 STAGES = ("generation", "tool", "logprobs", "reward")
+_OF_BATCH = ("logprobs", "reward")
 SENDING, COLLECTING = "sending", "collecting"
 STEPS, WEIGHTS, OTHER = "steps", "weights", "other"
 # Times that a change does not name stay the same, which is not quite true. The noise is that of the
@@ -288,7 +289,9 @@ def _build_samples(
         )
         if earlier:
             stages[sends[each.id][earlier - 1]].append(each)
-    arrivals = _find_arrivals(stages)
+    calls = Counter((each[:2], each.begin_s) for mine in stages.values() for each in mine)
+    _give_last_calls(stages, calls)
+    arrivals = _find_arrivals(stages, calls)
     found: dict[str, list[Sample]] = defaultdict(list)
     for sent, mine in sorted(stages.items(), key=lambda each: each[0].time_s):
         generated = [one for one in mine if one.stage == "generation"]
@@ -304,13 +307,35 @@ def _build_samples(
     return found
 
 
+def _give_last_calls(
+    stages: MutableMapping[Event, list[Interval]], calls: Mapping[Any, int]
+) -> None:
+    """Give the sample that was ready last in its batch the calls that ended last.
+
+    If all samples were ready before these calls, the ranks of the trainer waited for each other. They do
+    so after the calls, too: the trainer waited for one rank's last sample and another one's calls.
+    """
+    batches: dict[str, list[tuple[Event, list[Interval], list[Interval]]]] = defaultdict(list)
+    for sent, mine in stages.items():
+        shared = [
+            each for each in mine if each.stage in _OF_BATCH and calls[each[:2], each.begin_s] > 1
+        ]
+        own = [each for each in mine if each not in shared]
+        if shared and own:
+            batches[sent.batch].append((sent, own, shared))
+    for found in batches.values():
+        sent, own, _ = max(found, key=lambda each: each[1][-1].end_s)
+        _, _, last = max(found, key=lambda each: each[2][-1].end_s)
+        if own[-1].end_s <= last[0].begin_s:
+            stages[sent] = own + last
+
+
 def _find_arrivals(
-    stages: Mapping[Event, Sequence[Interval]],
+    stages: Mapping[Event, Sequence[Interval]], calls: Mapping[Any, int]
 ) -> dict[tuple[str, str], list[float]]:
     """Return by batch and stage when samples were ready for a call of several samples, such as the
     rewards of a batch.
     """
-    calls = Counter((each[:2], each.begin_s) for mine in stages.values() for each in mine)
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for sent, mine in stages.items():
         at_s = sent.time_s
