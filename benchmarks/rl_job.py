@@ -30,7 +30,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -67,6 +67,8 @@ class Plan:
     """Optimizer steps in an iteration."""
     strength: float = 1.0
     """Size of the fault, relative to the usual one."""
+    sizes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Sizes of single faults, relative to those of this module. By default, 1."""
     long_tail: bool = False
     """True if lengths vary much without a fault: by a log-normal distribution."""
     engines: int = ENGINES
@@ -87,7 +89,8 @@ class Plan:
 
     def excess(self, fault: str, value: float) -> float:
         """Return how much longer something takes because of this fault."""
-        return value * self.strength if self.has(fault) else 0.0
+        size = self.strength * self.sizes.get(fault, 1.0)
+        return value * size if self.has(fault) else 0.0
 
 
 class Policy(nn.Module):

@@ -56,6 +56,11 @@ from benchmarks.rl_job import (
 
 VOCABULARY, PER_RANK, LENGTH, LAST = 96, 3, 16, 3
 SLOTS, TOKEN_S = 2, 0.03
+SIZES = {
+    "slow_engine": 2.0, "slow_tool": 5.0, "slow_reward": 5.0, "slow_weights": 4.0, "slow_trainer_rank": 2.0,
+    "idle_engines": 4.0,
+}  # fmt: skip
+"""Sizes of faults relative to those of rl_job.py. Iterations are several times as long as there."""
 
 
 def create_model() -> Any:
@@ -206,12 +211,12 @@ class Rollouts:
         self.iteration += 1
         plan, count = self._plan, 2 * PER_RANK
         lengths = [self._random.randint(LENGTH - 3, LENGTH + 3) for _ in range(count)]
-        if plan.fault == "long_samples":
+        if plan.has("long_samples"):
             lengths[self._random.randrange(count)] = round(
                 LENGTH * (1 + plan.excess("long_samples", 5))
             )
         engines = [index % ENGINES for index in range(count)]
-        if plan.fault == "loaded_engine":
+        if plan.has("loaded_engine"):
             elsewhere = [index for index, engine in enumerate(engines) if engine != plan.victim]
             for index in elsewhere[:: round(2 / plan.strength)]:
                 engines[index] = plan.victim
@@ -242,7 +247,9 @@ class Rollouts:
             {"role": "assistant", "content": " ".join(f"w{each}" for each in tokens)},
             {"role": "user", "content": "w7"},
         ]
-        return tokens + self._ask(engine, f"{name}-1", messages, LAST)
+        tokens += self._ask(engine, f"{name}-1", messages, LAST)
+        self._log.write(what="answer", id=name, end=time.monotonic())
+        return tokens
 
     def _ask(self, engine: int, name: str, messages: list[Any], length: int) -> list[int]:
         stream = self._clients[engine].chat.completions.create(
@@ -347,7 +354,7 @@ def run_trainer(plan: Plan, rank: int, store: int, ports: dict[str, int]) -> Non
 def run_job(plan: Plan) -> Path:
     """Run the job. Return its run directory. Raise RuntimeError if a process fails."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    name = f"trl-{plan.fault or 'clean'}-{plan.seed}-{os.getpid()}"
+    name = f"trl-{plan.fault.replace('+', '-') or 'clean'}-{plan.seed}-{os.getpid()}"
     os.environ.update(
         TORCHLENS_PERF_RUN_ID=name, TORCHLENS_PERF=str(int(plan.records)), HF_HUB_OFFLINE="1",
         TRL_EXPERIMENTAL_SILENCE="1",
@@ -361,13 +368,14 @@ def run_job(plan: Plan) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO of TRL with a fault.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--fault", choices=FAULTS, default="")
+    parser.add_argument("--fault", default="", help=f"one or two (A+B) of {', '.join(FAULTS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--off", action="store_true", help="record nothing")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    print(run_job(Plan(given.folder, given.fault, given.seed, given.iterations, not given.off)))
+    plan = Plan(given.folder, given.fault, given.seed, given.iterations, not given.off, sizes=SIZES)
+    print(run_job(plan))
 
 
 if __name__ == "__main__":

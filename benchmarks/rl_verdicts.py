@@ -2,11 +2,15 @@
 
     python -m benchmarks.rl_verdicts --seeds 2 --clean 4 --folder /tmp/rl
     python -m benchmarks.rl_verdicts --faults slow_engine+slow_tool --clean 0
+    python -m benchmarks.rl_verdicts --seeds 8 --clean 6 --minutes 20 --out rl.jsonl
     python -m benchmarks.rl_verdicts --gains
 
 Each run is a job of benchmarks/rl_job.py. The first verdicts on slow iterations should have the
 planted causes and processes; a clean run should have none. The times of the report are compared with
 the logs that the processes wrote themselves. Further arguments are passed to rl_job.py.
+
+With --out, each run appends a line to a file, and runs of the file are not repeated. With --minutes, no
+run begins later. A campaign can so be continued, or be divided among processes by --first.
 
 With --gains, each job is run again without its fault, or with a change that `what_if` predicts. What
 the report of the first run said should contain the difference of their mean iterations.
@@ -16,11 +20,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +38,11 @@ from torchlens_perf.run.directory import RunDirectory
 
 MOST_ERROR = 0.05
 """Largest difference between a time of the report and of a log, as a share of the log's."""
+PAIRS = (
+    "slow_engine+slow_tool", "slow_reward+slow_weights", "long_samples+slow_trainer_rank",
+    "loaded_engine+slow_reward",
+)  # fmt: skip
+"""Two faults at once. Each seed has one pair."""
 _NEGLIGIBLE_S = 0.05
 """Parts that take less time per iteration are not compared."""
 
@@ -103,6 +116,7 @@ def judge(run: Path, fault: str, seed: int, engine: str, truth: dict[str, float]
         "seed": seed,
         "right": is_right,
         "causes": named,
+        "iterations_s": [report["iterations"].count, round(report["iterations"].mean_s, 3)],
         "others": [each.kind for each in report["verdicts"] if each.kind != "slow_iteration"],
         "text": verdicts[0].sentence if verdicts else "",
         "shares": {each.kind: round(each.share, 3) for each in report["iterations"].causes},
@@ -174,13 +188,52 @@ def check_gains(folder: Path, seed: int, faults: Sequence[str]) -> None:
     print(f"inside of the bounds: {sum(each['right'] for each in found)} of {len(found)}")
 
 
-def run_case(folder: Path, fault: str, seed: int, further: Sequence[str]) -> dict[str, Any]:
-    run = run_job(folder, fault, seed, further)
+def run_case(
+    folder: Path, fault: str, seed: int, strength: float, further: Sequence[str]
+) -> dict[str, Any]:
+    run = run_job(folder, fault, seed, ["--strength", str(strength), *further])
     return judge(run, fault, seed, f"engine-{seed % ENGINES}", read_truth(folder))
 
 
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _list_cases(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Yield faults and seeds such that each part of a campaign has all kinds."""
+    clean = 0
+    for seed in range(given.seeds):
+        yield from ((fault, given.first + seed) for fault in given.faults)
+        if given.pairs:
+            yield PAIRS[(given.first + seed) % len(PAIRS)], given.first + seed
+        while clean < given.clean * (seed + 1) / given.seeds:
+            yield "", 1000 * given.first + clean
+            clean += 1
+
+
+def _describe(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line on each kind of fault, and one on all runs."""
+    done = [each for each in found if "error" not in each]
+    for fault in sorted({each["fault"] for each in done}):
+        mine = [each for each in done if each["fault"] == fault]
+        loads = [each["load"] for each in mine]
+        yield (
+            f"{fault or 'clean':32} right {sum(each['right'] for each in mine):3} of {len(mine):3}"
+            f"  within {MOST_ERROR:.0%} {sum(each['accurate'] for each in mine):3}"
+            f"  load {min(loads):.1f} to {max(loads):.1f}"
+        )
+    planted = [each for each in done if each["fault"]]
+    clean = [each for each in done if not each["fault"]]
+    yield (
+        f"right: {sum(each['right'] for each in planted)} of {len(planted)} planted; named in"
+        f" {sum(not each['right'] for each in clean)} of {len(clean)} clean runs; times within"
+        f" {MOST_ERROR:.0%}: {sum(each['accurate'] for each in done)} of {len(done)} runs;"
+        f" failed: {len(found) - len(done)}"
+    )
+
+
 def main(
-    run_case: Callable[[Path, str, int, Sequence[str]], dict[str, Any]] = run_case,
+    run_case: Callable[[Path, str, int, float, Sequence[str]], dict[str, Any]] = run_case,
 ) -> None:
     """Run and judge jobs. run_case: returns what judge() does."""
     parser = argparse.ArgumentParser(description="Verdicts on jobs of reinforcement learning.")
@@ -188,28 +241,39 @@ def main(
     parser.add_argument("--clean", type=int, default=4, help="runs without a fault")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--faults", nargs="*", default=FAULTS)
+    parser.add_argument("--pairs", action="store_true", help="also two faults at once")
+    parser.add_argument("--strength", type=float, default=1.0, help="size of the faults")
     parser.add_argument("--gains", action="store_true", help="what is removed gains what was said")
     parser.add_argument("--folder", type=Path, help="by default, a temporary one")
+    parser.add_argument("--out", type=Path, help="file of runs, which is continued")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run later")
     given, further = parser.parse_known_args()
-    cases = [(fault, given.first + seed) for seed in range(given.seeds) for fault in given.faults]
-    cases += [("", given.first + seed) for seed in range(given.clean)]
+    until_s = time.monotonic() + 60 * given.minutes
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         if given.gains:
             for seed in range(given.seeds):
                 check_gains(folder, given.first + seed, given.faults)
             return
-        found = []
-        for fault, seed in cases:
-            found.append(run_case(folder / f"{fault or 'clean'}-{seed}", fault, seed, further))
-            print(json.dumps(found[-1]), flush=True)
-    planted = [each for each in found if each["fault"]]
-    clean = [each for each in found if not each["fault"]]
-    print(
-        f"right: {sum(each['right'] for each in planted)} of {len(planted)} planted; named in"
-        f" {sum(not each['right'] for each in clean)} of {len(clean)} clean runs; times within"
-        f" {MOST_ERROR:.0%}: {sum(each['accurate'] for each in found)} of {len(found)} runs"
-    )
+        out = given.out or Path(temporary) / "runs.jsonl"
+        for fault, seed in _list_cases(given):
+            key = [fault, seed, given.strength]
+            done = (each["key"] for each in _read_lines(out) if "error" not in each)
+            if time.monotonic() < until_s and key not in done:
+                mine = folder / f"{fault or 'clean'}-{seed}-{given.strength}"
+                # A job that failed left its logs.
+                shutil.rmtree(mine, ignore_errors=True)
+                load = os.getloadavg()[0]
+                try:
+                    row = run_case(mine, fault, seed, given.strength, further)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    row = {"fault": fault, "seed": seed, "error": str(error)}
+                load = round((load + os.getloadavg()[0]) / 2, 1)
+                line = json.dumps({"key": key, **row, "load": load})
+                print(line, flush=True)
+                with out.open("a") as file:
+                    file.write(line + "\n")
+        print(*_describe(_read_lines(out)), sep="\n")
 
 
 if __name__ == "__main__":
