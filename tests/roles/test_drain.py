@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.exporters.test_exporters import batch_of, identity
+from torchlens_perf.exporters import Receiver
 from torchlens_perf.roles.drain import EventReader, read_events
 from torchlens_perf.roles.event_file import CAPACITY, CODES, EventFile
+from torchlens_perf.roles.table import read_iterations
+from torchlens_perf.roles.traces import BATCH, PROCESS, IterationTraces
 from torchlens_perf.run import directory
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.processes import process_start_ticks
@@ -99,3 +105,40 @@ def test_young_run_writes_no_file_for_each_round(run: RunDirectory) -> None:
     assert not (run.path / "events").exists()
     read_events(run, NODE, reader, disk_bytes=1 << 30, ended=True)
     assert len(rows(run)) == 1
+
+
+def test_processes_have_the_same_names_in_traces_and_in_the_report(run: RunDirectory) -> None:
+    """Two engines without names. The one that started first has the larger process id."""
+    first, second = (
+        open_file(run, process, "rollout") for process in ("rollout-9-1000", "rollout-90-900")
+    )
+    lead = open_file(run, "trainer-3-3", "trainer")
+    for batch in range(3):
+        at_ns = (10 + 10 * batch) * 10**9
+        for edge, after_s in (("begin", 1), ("end", 2)):
+            code, time_ns = CODES[f"generation_{edge}"], at_ns + after_s * 10**9
+            first.write(code, f"{batch}-0", "", 1, 1, 0, time_ns)
+            second.write(code, f"{batch}-1", "", 1, 1, 0, time_ns + (2 * batch - 1) * 10**8)
+        for sample in range(2):
+            lead.write(CODES["sample_sent"], f"{batch}-{sample}", batch, -1, -1, 0, at_ns)
+        lead.write(CODES["batch_complete"], "", batch, -1, -1, 0, at_ns + 5 * 10**9)
+    spans: list[Any] = []
+
+    class Spans(Receiver):
+        def send_spans(self, sent: Sequence[Any]) -> None:
+            spans.extend(sent)
+
+    traces = IterationTraces()
+    traces.export(batch_of(identity(), [3]))
+    read_events(run, NODE, None, [traces, Spans()], disk_bytes=1 << 30, ended=True)
+
+    sent = {
+        each.attributes[BATCH]: each.attributes[PROCESS]
+        for each in spans
+        if each.name == "generation"
+    }
+    found = read_iterations(run, [])[1]
+    assert sent == {"0": "rollout 1", "1": "rollout 0", "2": "rollout 0"}
+    assert {each.batch: each.last_sample.engine for each in found} == {
+        batch: name for batch, name in sent.items() if batch != "0"
+    }

@@ -144,16 +144,18 @@ def _send_traces(
     traces = next((each for each in receivers if isinstance(each, IterationTraces)), None)
     if traces is None:
         receivers.append(traces := IterationTraces())
+    named = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
+    traces.labels.update({each["process"]: each["name"] or each["role"] for each in named})
     events = [
         Event(
             each["monotonic_ns"] / 1e9,
-            each["name"] or each["role"],
+            each["process"],
             each["event"],
             each["id"],
             each["batch"],
             each["tokens_out"],
         )
-        for each in (dict(zip(_COLUMNS, row, strict=True)) for row in rows)
+        for each in named
     ]
     for spans in traces.build_spans(events, ended=ended):
         for each in receivers:

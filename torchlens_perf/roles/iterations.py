@@ -96,6 +96,24 @@ Change = Callable[[Sample, Segment], float]
 """Returns the seconds that a segment of a sample would take."""
 
 
+def name_processes(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the label of each process. Processes with the same one get a number, in the order in which
+    they started.
+
+    labels: by the name of the process's file, which ends with the time of its start.
+    """
+    names: dict[str, str] = {}
+    for process, label in labels.items():
+        mates = sorted((o for o in labels if labels[o] == label), key=_start_of)
+        names[process] = f"{label} {mates.index(process)}" if len(mates) > 1 else label
+    return names
+
+
+def _start_of(process: str) -> tuple[int, str]:
+    ticks = process.rpartition("-")[2]
+    return int(ticks) if ticks.isdigit() else 0, process
+
+
 def sum_tokens(numbers: Iterable[int | None]) -> int | None:
     """Return the sum of numbers of tokens; None without numbers, or where one is not known."""
     known = list(numbers)

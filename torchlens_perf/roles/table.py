@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torchlens_perf.roles.causes import RankStep
 from torchlens_perf.roles.event_file import FOLDER
-from torchlens_perf.roles.iterations import STAGES, Event, Iteration, build_iterations, sum_tokens
+from torchlens_perf.roles.iterations import (
+    STAGES,
+    Event,
+    Iteration,
+    build_iterations,
+    name_processes,
+    sum_tokens,
+)
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 
@@ -65,7 +72,7 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
             break
     newest = max(hosts.values(), key=len, default=[])
     newest.sort(key=lambda each: each[-1].time_s)
-    names = _name_processes({process: name or role for process, role, name, _ in newest})
+    names = name_processes({process: name or role for process, role, name, _ in newest})
     return RecordedEvents(
         [event._replace(process=names[process]) for process, _, _, event in newest],
         {names[process]: role for process, role, _, _ in newest},
@@ -116,15 +123,6 @@ def query_rows(table: str, run: RunDirectory) -> Iterator[list[str | float | Non
                 sum(segment.seconds for segment in sample.segments if segment.waiting),
                 *(sample.seconds(stage) for stage in STAGES),
             ]  # fmt: skip
-
-
-def _name_processes(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the label of each process, with a number if several processes have the same."""
-    names: dict[str, str] = {}
-    for process, label in labels.items():
-        mates = sorted(other for other in labels if labels[other] == label)
-        names[process] = f"{label} {mates.index(process)}" if len(mates) > 1 else label
-    return names
 
 
 def read_trainer_steps(

@@ -11,7 +11,13 @@ from opentelemetry.trace import Link
 from torchlens_perf.exporters import ExportBatch, Receiver, semantics
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.exporters.otlp_spans import span_context_of_path, step_trace_id
-from torchlens_perf.roles.iterations import Event, Iteration, build_iterations, sum_tokens
+from torchlens_perf.roles.iterations import (
+    Event,
+    Iteration,
+    build_iterations,
+    name_processes,
+    sum_tokens,
+)
 
 SPAN_ITERATION = "rl iteration"
 BATCH, PROCESS = "torch.train.iteration.batch", "torch.train.process"
@@ -24,6 +30,8 @@ class IterationTraces(Receiver):
     """Builds the spans of whole iterations from events and traced steps. One thread."""
 
     def __init__(self) -> None:
+        self.labels: dict[str, str] = {}
+        """Name or role of each process of the events."""
         self._events: list[Event] = []
         self._sent_s = 0.0
         self._batch: ExportBatch | None = None
@@ -62,6 +70,7 @@ class IterationTraces(Receiver):
             SPAN_ITERATION: sum_tokens(each.tokens for each in iteration.samples),
             "generation": iteration.last_sample.tokens,
         }
+        names = name_processes(self.labels)
         parts = [(SPAN_ITERATION, "", iteration.begin_s, iteration.end_s), *iteration.path()]
         return [
             ReadableSpan(
@@ -70,7 +79,7 @@ class IterationTraces(Receiver):
                 root if number else None,
                 resource,
                 common
-                | ({PROCESS: process} if number else {})
+                | ({PROCESS: names.get(process, process)} if number else {})
                 | ({OUTPUT_TOKENS: tokens[name]} if tokens.get(name) else {}),
                 links=[
                     link
