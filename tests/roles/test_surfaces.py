@@ -16,6 +16,7 @@ from tests.support.reports import as_json
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_spans import step_trace_id
 from torchlens_perf.query.engine import run_query
+from torchlens_perf.roles import table
 from torchlens_perf.roles.evidence import describe_iterations
 from torchlens_perf.roles.lanes import draw_lanes
 from torchlens_perf.roles.table import read_events
@@ -64,6 +65,17 @@ def test_queries_have_the_numbers_of_the_report(report: Any) -> None:
     assert run_query(sql, [str(RECORDED / FAULT)], []).rows == [
         (each.name, each.samples, each.tokens) for each in found.engines
     ]
+
+
+def test_query_of_both_tables_reads_the_events_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    original = table.read_events
+    monkeypatch.setattr(table, "read_events", lambda *args: read.append(args) or original(*args))
+    sql = "SELECT iterations.batch, count(*) FROM iterations JOIN samples USING (batch) GROUP BY 1"
+    found = run_query(sql, [str(RECORDED / FAULT)], []).rows
+
+    assert len(found) == 7
+    assert len(read) == 1
 
 
 def sent_traces(receiver: Receiver) -> dict[int, list[ReceivedSpan]]:

@@ -7,6 +7,7 @@ local runs reads their files only, and writes none.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -109,26 +110,30 @@ def _create_computed_tables(
     connection: duckdb.DuckDBPyConnection, sql: str, runs: Sequence[str]
 ) -> None:
     """Create the tables of local runs that a query names and that have the numbers of their reports."""
-    for name, columns in {"verdicts": VERDICTS, **QUERY_TABLES}.items():
-        if name in sql.lower():
-            connection.execute(f"CREATE TABLE {name} ({', '.join(map(' '.join, columns.items()))})")
-            for run in (RunDirectory(Path(each)) for each in runs if not REMOTE.match(each)):
-                for row in _verdict_rows(run) if name == "verdicts" else query_rows(name, run):
-                    connection.execute(
-                        f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row
-                    )
+    named = {
+        name: columns
+        for name, columns in {"verdicts": VERDICTS, **QUERY_TABLES}.items()
+        if name in sql.lower()
+    }
+    for name, columns in named.items():
+        connection.execute(f"CREATE TABLE {name} ({', '.join(map(' '.join, columns.items()))})")
+    for run in (RunDirectory(Path(each)) for each in runs if named and not REMOTE.match(each)):
+        for name, row in itertools.chain(
+            _verdict_rows(run) if "verdicts" in named else (), query_rows(run, named)
+        ):
+            connection.execute(f"INSERT INTO {name} VALUES ({', '.join('?' * len(row))})", row)
 
 
-def _verdict_rows(run: RunDirectory) -> list[list[object]]:
+def _verdict_rows(run: RunDirectory) -> list[tuple[str, list[object]]]:
     from torchlens_perf.report.run_report import load_report
     from torchlens_perf.view.headline import build_headlines
 
     report = load_report(run, lost_time=False)
     return [
-        [
+        ("verdicts", [
             report["run"]["id"], row.kind, headline.status, row.rank, list(row.ranks), row.phase,
             row.since_step, row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
-        ]
+        ])
         for row, headline in zip(report["verdicts"], build_headlines(report), strict=True)
     ]  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torchlens_perf.roles.causes import RankStep
 from torchlens_perf.roles.event_file import FOLDER
@@ -108,17 +108,19 @@ QUERY_TABLES = {
 """Tables of `torchlens-perf query`: columns and their types."""
 
 
-def query_rows(table: str, run: RunDirectory) -> Iterator[list[str | float | None]]:
-    """Yield the rows of a table of QUERY_TABLES, from the iterations of the report."""
-    for each in read_iterations(run, [])[1]:
-        if table == "iterations":
-            yield [
+def query_rows(run: RunDirectory, tables: Collection[str]) -> Iterator[tuple[str, list[object]]]:
+    """Yield the rows of these tables of QUERY_TABLES, each with the name of its table.
+
+    The events are read once. The rows have the iterations of the report.
+    """
+    for each in read_iterations(run, [])[1] if QUERY_TABLES.keys() & tables else ():
+        if "iterations" in tables:
+            yield "iterations", [
                 run.run_id, each.batch, each.seconds, each.rollout_s, each.steps_s, each.weights_s, each.other_s,
                 len(each.samples), sum_tokens(one.tokens for one in each.samples), each.last_sample.id,
             ]  # fmt: skip
-            continue
-        for sample in each.samples:
-            yield [
+        for sample in each.samples if "samples" in tables else ():
+            yield "samples", [
                 run.run_id, each.batch, sample.id, sample.engine, sample.tokens, sample.done_s - sample.sent_s,
                 sum(segment.seconds for segment in sample.segments if segment.waiting),
                 *(sample.seconds(stage) for stage in STAGES),
