@@ -44,10 +44,19 @@ def test_port_that_is_bad_in_one_direction_is_named_with_it(nodes: int) -> None:
 
 
 def test_port_that_loses_segments_is_named_with_the_share() -> None:
-    (found,) = Network(4, loses={1: 0.05}, seconds=2.0).judge()
+    slower = {1: 0.9}
+    network = Network(4, sends=slower, receives=slower, loses={1: 0.05}, seconds=2.0)
+    (found,) = network.judge()
 
     assert found.text.startswith("The port of node n1: ")
     assert found.text.endswith("TCP sent 5.0% of the segments again.")
+
+
+def test_link_that_loses_segments_and_is_as_fast_as_others_has_no_verdict() -> None:
+    slower = dict.fromkeys(itertools.permutations([0, 2, 3], 2), 0.9)
+    network = Network(4, links=slower, loses={1: 0.05}, seconds=2.0)
+
+    assert network.judge() == []
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 8, 40])

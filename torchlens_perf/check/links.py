@@ -60,12 +60,17 @@ class Rates:
             for pair, rows in alike.items() if len(rows) > 2
         ]  # fmt: skip
         spread = median(noise) if noise else 0.0
-        most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
-        lossy = {pair for pair, share in self.lost.items() if share > most_lost}
-        least = self.usual / max(floor, math.exp(SPREAD_FACTOR * spread))
-        self.bad = lossy | {pair for pair, rate in self.rates.items() if rate < least}
         # Most pairs are good if only single links are bad, so the median is the usual rate, too.
         middle = median(self.rates.values())
+        most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
+        # A link that loses segments and is as fast as others harms no job.
+        lossy = {
+            pair
+            for pair, share in self.lost.items()
+            if share > most_lost and self.rates[pair] < middle
+        }
+        least = self.usual / max(floor, math.exp(SPREAD_FACTOR * spread))
+        self.bad = lossy | {pair for pair, rate in self.rates.items() if rate < least}
         self.unproven |= {pair for pair in self.bad - lossy if self.rates[pair] > middle / floor}
 
     def find_parts(self, ranks: set[Any]) -> Iterator[_Part]:

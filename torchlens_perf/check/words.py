@@ -24,7 +24,7 @@ def format_report(
         yield f"  Next: {verdict.action}"
     if not verdicts:
         nodes = format_count(len({each.host for each in everyone}), "node")
-        result = "OK  {}: nothing is slow" if is_compared else "NOT COMPARED  {}"
+        result = "OK  {}: nothing is slow" if is_compared else "NOT COMPARED  {}: no equal part"
         yield result.format(f"{format_count(len(everyone), 'rank')} on {nodes}")
     for name, places in values.items():
         if places:
