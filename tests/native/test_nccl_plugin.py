@@ -15,7 +15,7 @@ import pytest
 from benchmarks.nccl_plugin import costs_ns
 from tests.support.collective_rig import on_thread, sequence
 from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, FakeNccl, NcclRig, compile_nccl
-from torchlens_perf import _native
+from tests.support.native_facts import measure_floor_ns
 from torchlens_perf.hooks.collectives import nccl_plugin
 from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause
 from torchlens_perf.recorder.recorder import EndDetection
@@ -491,7 +491,7 @@ def test_plugin_overhead_of_an_operation_is_limited(make: Callable[[int], NcclRi
     Cases are 1 and 32 channels, timing off, and timing stopped.
     """
     found = {name: min(values) for name, values in costs_ns(make(6), rounds=15, calls=500).items()}
-    floor_ns = min(_native.floor_ns(10_000) for _ in range(10)) / 10_000
+    floor_ns = min(measure_floor_ns(10_000) for _ in range(10))
     floors = {
         name: (found[name] - found[f"{name} idle"]) / floor_ns
         for name in ("1", "32", "between", "off")

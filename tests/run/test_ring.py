@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.device_mark import write_device_mark
+from tests.support.native_facts import read_layout
 from tests.support.recorders import Rig
-from torchlens_perf import _native
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import DeviceMark, read_device_mark
@@ -22,7 +22,7 @@ from torchlens_perf.run.ring import Kind, RingFile, RingReader, State
 
 
 def test_ring_offsets_equal_those_of_the_c_structures() -> None:
-    offsets = _native.layout()
+    offsets = read_layout()
     words = {
         "head": ring.HEAD, "step": ring.STEP, "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP,
         "tool_ns": ring.TOOL_NS, "state": ring.STATE, "gc_ns": ring.GC_NS,
