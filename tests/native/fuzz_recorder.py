@@ -159,10 +159,11 @@ class Fuzz:
     def _mark(self, recorder: Any) -> None:
         name = self.random.choice(
             ["begin", "end", "drop", "record_span", "next_step", "add_overhead", "issue",
-             "claim", "part_over", "begin_wait", "end_wait", "record_completed", "own_work_paused", "own_work_resumed",
-             "now_ns", "start_thread_time", "computes_backward", "start_collectives"]
+             "claim", "part_over", "begin_wait", "end_wait", "record_completed", "pause_own_work",
+             "end_step_by_hand", "now_ns", "start_thread_time", "computes_backward", "start_collectives"]
         )  # fmt: skip
-        usual = {"begin": 2, "end": 3, "drop": 2, "record_span": 4, "issue": 5}
+        usual = {"begin": 2, "end": 3, "drop": 2, "record_span": 4, "issue": 5,
+                 "pause_own_work": 1, "end_step_by_hand": 1}  # fmt: skip
         count = usual.get(name, 0) if self.random.random() < 0.8 else self.random.randrange(12)
         result = getattr(recorder, name)(*(self.argument() for _ in range(count)))
         if name == "issue":

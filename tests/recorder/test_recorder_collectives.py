@@ -63,6 +63,59 @@ def test_collective_record_has_times_phase_bytes_and_sequence_number(rig: Collec
     assert (third["step"], third["depth"]) == (1, 1)
 
 
+class Payload:
+    nbytes = 4096
+
+
+def test_functions_of_a_group_are_recorded_as_blocking_collectives(rig: CollectiveRig) -> None:
+    """They share the group's sequence numbers, and each call is a wait from its begin on."""
+
+    def reduce(payload: object, *, result: str = "sum") -> str:
+        rig.clock.advance(50)
+        return result
+
+    def fail(payload: object) -> None:
+        raise ValueError(payload)
+
+    slot, parts = rig.ring.add_group_row("tp:0"), (int(EndDetection.BY_WAIT), "nbytes")
+    name_id = rig.ring.intern(NAME)
+    recorded, failing, gathered = (
+        _native.native_hook("collective", each, rig.recorder, name_id, slot, *parts)
+        for each in (reduce, fail, reduce)
+    )
+    assert recorded(Payload()) == "sum"
+    with pytest.raises(ValueError, match="Payload"):
+        failing(Payload())
+    assert gathered(3, result="parts") == "parts"
+    records = rig.records()
+    found = [each for each in records if each["kind"] == Kind.COLLECTIVE]
+    waits = [each["duration_ns"] for each in records if each["kind"] == Kind.WAIT]
+
+    assert [
+        (each["name"], sequence(each), each["value0"], each["duration_ns"], each["flags"])
+        for each in found
+    ] == [
+        (NAME, 0, 4096, 50, Flag.COMPLETED),
+        (NAME, 1, 4096, 0, Flag.EXCEPTION),
+        (NAME, 2, 0, 50, Flag.COMPLETED),
+    ]
+    assert waits == [50, 0, 50]
+    rig.recorder.close()
+    assert recorded(Payload()) == "sum"
+
+
+def test_function_whose_end_nothing_reports_is_recorded_without_a_wait(rig: CollectiveRig) -> None:
+    """A call for a device only enqueues the operation. A group without a row is not recorded."""
+    slot, unknown = rig.ring.add_group_row("tp:0"), int(EndDetection.UNKNOWN)
+    recorded, unseen = (
+        _native.native_hook("collective", len, rig.recorder, 0, each, unknown, None)
+        for each in (slot, MAX_GROUPS)
+    )
+    assert (recorded("four"), unseen("four")) == (4, 4)
+    (record,) = rig.records()
+    assert (record["kind"], record["value0"], record["flags"]) == (Kind.COLLECTIVE, 0, 0)
+
+
 def test_position_in_the_step_restarts_with_a_new_recorder(tmp_path: Path) -> None:
     """Operations that an earlier watch recorded in the same step do not count."""
     ordinals = []

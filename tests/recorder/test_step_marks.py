@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -400,6 +401,62 @@ def test_native_steps_have_the_records_of_python_steps(
     assert records == expected
     assert none == 0
     assert ended >= fewest
+
+
+def test_native_steps_by_hand_have_the_records_of_steps_by_hand(tmp_path: Path) -> None:
+    """A forward pass without gradients is no event for Python then."""
+    found, ended, passes = [], [], []
+    for folder in ("python", "native"):
+        model = nn.Linear(4, 4)
+        with recorded(tmp_path / folder, model, memory="off", backward_every=0) as recording:
+            assert recording.watch is not None
+            assert recording.watch._session is not None
+            watch, recorder = recording.watch, recording.watch._session.recorder
+            loop = watch._loop
+            assert loop is not None
+            counted = patch.object(loop, "on_forward_end", wraps=loop.on_forward_end)
+            observed = counted.start()
+            watch.steps_by_hand()
+            for number in range(STEPS):
+                with torch.inference_mode():
+                    model(torch.ones(2, 4))
+                quiet = folder == "native" and recorder.end_step_by_hand(number)
+                ended.append(quiet)
+                if not quiet:
+                    watch.step(tokens=number)
+            passes.append(observed.call_count)
+            counted.stop()
+            assert recorder.training_steps == recorder.step == STEPS
+        assert recording.internal_errors == 0
+        found.append([
+            (each.kind, each.name, each.step, each.depth, each.flags, each.value1)
+            for each in recording.records
+            if each.kind not in (Kind.THREAD_TIME, Kind.OPERATORS) and each.name != "python gc"
+        ])  # fmt: skip
+    python, native = found
+    assert native == python
+    assert {each[4] & Flag.MANUAL for each in native if each[0] is Kind.STEP} == {Flag.MANUAL}
+    assert sum(ended) > STEPS / 2
+    assert passes[0] == STEPS > 2 * passes[1]
+
+
+def test_step_by_hand_is_left_to_python_if_its_callback_is_due(tmp_path: Path) -> None:
+    with recorded(tmp_path, backward_every=0) as recording:
+        assert recording.watch is not None
+        session = recording.watch._session
+        assert session is not None
+        recording.watch.steps_by_hand()
+        for _ in range(3):
+            session.recorder.end_step_by_hand(1)
+            recording.watch.step()
+        session.recorder.due_ns = 1 << 62
+        assert session.recorder.end_step_by_hand(1)
+        with session.running_each_step("counting", lambda: None):
+            assert not session.recorder.end_step_by_hand(1)
+        session.recorder.due_ns = 0
+        assert not session.recorder.end_step_by_hand(1)
+        with pytest.raises(TypeError):
+            session.recorder.end_step_by_hand("a")  # type: ignore[arg-type]
 
 
 def test_native_steps_count_micro_steps_and_batches(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class _BackwardTail:
             return
         session, recorder = self._session, self._session.recorder
         recorder.computes_backward()
-        recorder.own_work_paused()
+        recorder.pause_own_work(True)
         torch_private.queue_backward_end_callback(self._end_tail)
         if session.clocks.stalls is not None and session.identity.has_other_ranks:
             self.mark = session.clocks.stalls.begin_backward_tail(self._name_id)
@@ -110,7 +110,7 @@ class _BackwardTail:
     @guard("backward callback")
     def _end_tail(self) -> None:
         recorder = self._session.recorder
-        recorder.own_work_resumed()
+        recorder.pause_own_work(False)
         self.end_ns, self.waited_after_ns = recorder.now_ns(), recorder.waited_ns
 
     def record(self) -> None:

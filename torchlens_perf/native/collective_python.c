@@ -66,6 +66,39 @@ static PyObject *timed_wait(PyObject *wait, PyObject *const *args, Py_ssize_t co
     return result;
 }
 
+/* A hook of native_hook() for a function that torch's dispatcher does not see. parts: function, recorder, name_id, group, how
+ * the end is known, attribute of the first argument with its size in bytes or None. A blocking call is a wait from its
+ * begin on, so that its time without a CPU is no work of this rank. */
+PyObject *collective_call(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
+    Recorder *self = (Recorder *)PyTuple_GET_ITEM(parts, 1);
+    PyObject *function = PyTuple_GET_ITEM(parts, 0), *attribute = PyTuple_GET_ITEM(parts, 5), *result;
+    enum collective_end end = (enum collective_end)PyLong_AsLong(PyTuple_GET_ITEM(parts, 4));
+    PyObject *size = attribute != Py_None && count > 0 ? PyObject_GetAttr(args[0], attribute) : NULL;
+    Collective collective = {
+        .name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 2)),
+        .group = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 3)),
+        .bytes = size != NULL ? PyLong_AsUnsignedLongLong(size) : 0,
+    };
+    Py_XDECREF(size);
+    pass_on(NULL); /* the attribute is missing, or no size */
+    int issued = self->header != NULL && collective.group < MAX_GROUPS && collective_records(self);
+    if (issued) {
+        collective.sequence = (uint32_t)self->header->groups[collective.group].issued;
+        issued = collective_marks.issue(&collective);
+    }
+    if (issued && end == END_BY_WAIT) {
+        collective_marks.returned(&collective, end);
+        return timed_wait(function, args, count, kwnames);
+    }
+    result = PyObject_Vectorcall(function, args, (size_t)count, kwnames);
+    if (issued) {
+        collective.flags = result == NULL ? FLAG_EXCEPTION : 0;
+        collective_marks.returned(&collective, end);
+    }
+    return result;
+}
+
 static PyMethodDef timed_wait_method = {"wait", FASTCALL(timed_wait), METH_FASTCALL | METH_KEYWORDS, NULL};
 
 /* timed_wait(wait): a method for the class `Work` that times its `wait`. Each holds the wait that it was made for:

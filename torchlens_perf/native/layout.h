@@ -32,6 +32,7 @@ enum flag {
     FLAG_COMPLETED = 16,
     FLAG_DEVICE = 32,
     FLAG_CAPTURED = 128,
+    FLAG_MANUAL = 4096,
 };
 
 /* One closed span: one cache line, so that a record never straddles two. */

@@ -358,6 +358,7 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
         return;
     }
     if (self->thread_time.measured) {
+        self->thread_time.read_ns = 0; /* so that this step gets all of its time */
         thread_time_mark(&self->thread_time, current_phase(&self->header->stack));
     }
     if (!thread_time_step(&self->thread_time, duration_ns, phases)) {
@@ -368,7 +369,7 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
             Record record = {
                 .start_ns = start_ns,
                 .duration_ns = duration_ns,
-                .value0 = (uint64_t)phases[kind].cpu_ns,
+                .value0 = phases[kind].cpu_ns > 0 ? (uint64_t)phases[kind].cpu_ns : 0,
                 .value1 = (uint64_t)phases[kind].ready_ns,
             };
             write_record(self, &record, KIND_THREAD_TIME, 1, kind);
@@ -500,25 +501,16 @@ static PyObject *recorder_take_over(Recorder *self, PyObject *owner_ended)
     Py_RETURN_TRUE;
 }
 
-/* Around a wait that is no span: the end of the backward pass. */
-static PyObject *pause_own_work(Recorder *self, int paused)
+/* pause_own_work(paused): around a wait that is no span, the end of the backward pass. */
+static PyObject *recorder_pause_own_work(Recorder *self, PyObject *wanted)
 {
     ThreadTime *times = &self->thread_time;
+    int paused = wanted == Py_True;
     if (self->header != NULL && this_thread() == self->owner && times->measured && times->paused != paused) {
         thread_time_mark(times, paused ? current_phase(&self->header->stack) : KIND_WAIT);
         times->paused = paused;
     }
     Py_RETURN_NONE;
-}
-
-static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
-{
-    return pause_own_work(self, 1);
-}
-
-static PyObject *recorder_own_work_resumed(Recorder *self, PyObject *unused)
-{
-    return pause_own_work(self, 0);
 }
 
 static PyObject *recorder_now_ns(Recorder *self, PyObject *unused)
@@ -613,8 +605,7 @@ static PyMethodDef recorder_methods[] = {
     {"computes_backward", (PyCFunction)recorder_computes_backward, METH_NOARGS, NULL},
     {"start_thread_time", (PyCFunction)recorder_start_thread_time, METH_NOARGS, NULL},
     {"take_over", (PyCFunction)recorder_take_over, METH_O, NULL},
-    {"own_work_paused", (PyCFunction)recorder_own_work_paused, METH_NOARGS, NULL},
-    {"own_work_resumed", (PyCFunction)recorder_own_work_resumed, METH_NOARGS, NULL},
+    {"pause_own_work", (PyCFunction)recorder_pause_own_work, METH_O, NULL},
     {"now_ns", (PyCFunction)recorder_now_ns, METH_NOARGS, NULL},
     {"intern", (PyCFunction)recorder_intern, METH_O, NULL},
     {"activate", (PyCFunction)recorder_activate, METH_NOARGS, NULL},
@@ -627,6 +618,7 @@ static PyMethodDef recorder_methods[] = {
     {"end_device_step", (PyCFunction)recorder_end_device_step, METH_NOARGS, NULL},
     {"read_last_device_times", (PyCFunction)recorder_read_last_device_times, METH_NOARGS, NULL},
     {"record_completed", FASTCALL(recorder_record_completed), METH_FASTCALL, NULL},
+    {"end_step_by_hand", FASTCALL(recorder_end_step_by_hand), METH_FASTCALL, NULL},
     {"settle", (PyCFunction)recorder_settle, METH_VARARGS, NULL},
     {"unsettle", (PyCFunction)recorder_unsettle, METH_NOARGS, NULL},
     {"show_open_step", (PyCFunction)recorder_show_open_step, METH_NOARGS, NULL},

@@ -39,7 +39,7 @@ typedef struct {
 typedef struct {
     int on, measured, paused;
     KeptFile file;
-    int64_t reads_left; /* in this step */
+    int64_t marked_ns, read_ns; /* the last mark and reading */
     long thread; /* its native id */
     int64_t last_cpu_ns, last_ready_ns;
     long autograd_thread; /* that of the device, which computes the backward pass; 0: none is known */
@@ -60,6 +60,7 @@ typedef struct {
 
 typedef struct {
     int settled;          /* not 0: all steps end with kept[OPTIMIZER], and C ends them */
+    int by_hand;          /* not 0: all steps end with w.step(), and C ends most: passes without gradients are only noted */
     int busy;             /* callbacks that Python runs at the end of each step */
     int without_gradient; /* not 0: the step has forward passes without gradients */
     int64_t passes_lead;  /* twice the steps that have such passes, minus all steps; from 0 on, such passes are usual */
@@ -167,6 +168,7 @@ PyObject *recorder_issue(Recorder *self, PyObject *const *args, Py_ssize_t count
 PyObject *recorder_returned(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *recorder_begin_wait(Recorder *self, PyObject *unused);
 PyObject *recorder_end_wait(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *collective_call(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames);
 PyObject *collective_timed_wait(PyObject *module, PyObject *wait);
 PyObject *collective_capsule(PyObject *module, PyObject *unused);
 extern CollectiveMarks collective_marks;
@@ -202,6 +204,7 @@ void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0,
 int gradients_enabled(Recorder *self);
 int count_forward(Recorder *self, int is_timed, int gradients);
 PyObject *native_hook(PyObject *module, PyObject *args);
+PyObject *recorder_end_step_by_hand(Recorder *self, PyObject *const *args, Py_ssize_t count);
 PyObject *recorder_settle(Recorder *self, PyObject *args);
 PyObject *recorder_unsettle(Recorder *self, PyObject *unused);
 PyObject *recorder_show_open_step(Recorder *self, PyObject *unused);

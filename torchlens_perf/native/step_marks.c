@@ -183,13 +183,13 @@ static int is_python_due(Recorder *self, int64_t now_ns)
 
 /* optimizer_end: the mark of the optimizer's end on the device, which is also the step's; or NO_MARK. begun_ns: see
  * uncharged_ns(). */
-static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end, int64_t begun_ns)
+static void end_step(Recorder *self, int64_t end_ns, uint32_t flags, int64_t optimizer_end, int64_t begun_ns)
 {
     StepMarks *marks = &self->marks;
     int64_t forwards = marks->forward_passes, backwards = marks->backward_passes;
     int64_t passes = marks->passes != 0 ? marks->passes : backwards > 0 && backwards < forwards ? backwards : forwards;
     passes = passes < 1 ? 1 : passes > MICRO_STEPS_MASK ? MICRO_STEPS_MASK : passes;
-    write_step(self, end_ns, 0, (uint64_t)marks->memory_bytes,
+    write_step(self, end_ns, flags, (uint64_t)marks->memory_bytes,
                (uint64_t)passes | (uint64_t)(marks->workload + 1) << WORKLOAD_SHIFT);
     marks->training_steps++;
     marks->quiet_steps++;
@@ -202,6 +202,26 @@ static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end, int6
     if (self->header != NULL) {
         add_overhead(self, uncharged_ns(self, recorder_now(self)) - begun_ns);
     }
+}
+
+/* end_step_by_hand(tokens): ends a step of w.step(tokens). Returns whether it did; else Python has to. */
+PyObject *recorder_end_step_by_hand(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    StepMarks *marks = &self->marks;
+    int64_t tokens;
+    if (read_integers("end_step_by_hand", args, count, 1, 1, &tokens) < 0) {
+        return NULL;
+    }
+    int64_t now_ns = self->header != NULL ? recorder_now(self) : 0;
+    if (self->header == NULL || self->sampled || self->device_clock != NULL || calls_python(self) ||
+        this_thread() != self->owner || is_python_due(self, now_ns)) {
+        Py_XSETREF(marks->kept[COMPILED], Py_XNewRef(compiled_frames(marks))); /* which Python looks at now */
+        Py_RETURN_FALSE;
+    }
+    marks->by_hand = 1;
+    marks->workload = tokens;
+    end_step(self, now_ns, FLAG_MANUAL, NO_MARK, uncharged_ns(self, now_ns));
+    Py_RETURN_TRUE;
 }
 
 /* settle(weak reference to the optimizer, name_id, its elements of the steps in progress, outermost first, place of a
@@ -338,7 +358,7 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
     span_close_named(self, KIND_OPTIMIZER, self->marks.optimizer_name, end_ns, 0, 0, 0);
     if (self->header != NULL) {
         self->marks.optimizer_steps++;
-        end_step(self, end_ns, self->device_clock != NULL ? self->device_clock->optimizer_end : NO_MARK, begun_ns);
+        end_step(self, end_ns, 0, self->device_clock != NULL ? self->device_clock->optimizer_end : NO_MARK, begun_ns);
     }
     Py_DECREF(self);
     Py_RETURN_NONE;
@@ -530,15 +550,16 @@ static PyObject *collection(PyObject *parts, PyObject *const *args, Py_ssize_t c
 /* native_hook(event, hook, *other parts) -> a function that stands in for the hook */
 PyObject *native_hook(PyObject *module, PyObject *args)
 {
-    enum { NEXT_BATCH = 3, HOOKS = 5 };
+    enum { NEXT_BATCH = 3, HOOKS = 6 };
     static PyMethodDef hooks[HOOKS] = {
         {"optimizer_begins", FASTCALL(optimizer_begins), METH_FASTCALL | METH_KEYWORDS, NULL},
         {"optimizer_ended", FASTCALL(optimizer_ended), METH_FASTCALL | METH_KEYWORDS, NULL},
         {"backward", FASTCALL(backward), METH_FASTCALL | METH_KEYWORDS, NULL},
         {"next_batch", FASTCALL(next_batch), METH_FASTCALL | METH_KEYWORDS, NULL},
         {"collection", FASTCALL(collection), METH_FASTCALL | METH_KEYWORDS, NULL},
+        {"collective", FASTCALL(collective_call), METH_FASTCALL | METH_KEYWORDS, NULL},
     };
-    static const Py_ssize_t parts_of[HOOKS] = {1, 1, 5, 5, 4};
+    static const Py_ssize_t parts_of[HOOKS] = {1, 1, 5, 5, 4, 6};
     PyObject *event = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
     for (int i = 0; i < HOOKS && PyUnicode_Check(event); i++) {
         if (PyUnicode_CompareWithASCIIString(event, hooks[i].ml_name) == 0 &&

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import os
 import pkgutil
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torchlens_perf.config import OFF, SWITCH
 from torchlens_perf.interruption import ours, suppress
 
 if TYPE_CHECKING:
+    from torchlens_perf.recorder.recorder import Section
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.watching import Watch
 
@@ -52,7 +52,6 @@ _OPERATORS = {
 _WAITING = "wait for the engine"
 
 _serving: _Serving | None = None
-_numbers: dict[str, itertools.count[int]] = {}
 
 
 def load() -> None:
@@ -154,7 +153,8 @@ def _start(worker: Any) -> None:
     from torchlens_perf.watching import watch
 
     with guard("starting to record a worker"):
-        watched = watch(worker.get_model()).start()
+        # Nothing is trained, so backward passes need no sampled steps.
+        watched = watch(worker.get_model(), backward_every=0).start()
         if watched._session is not None:
             _serving = _Serving(watched, watched._session)
 
@@ -174,10 +174,12 @@ class _Serving:
         from torchlens_perf.recorder.recorder import section
         from torchlens_perf.run.rings.kinds import Kind
 
-        self._watch, self._session, self._section = watched, session, section
-        self._open: Any = None
+        self._watch, self._session, self._recorder = watched, session, session.recorder
+        names = "decode", "prefill", "prefill and decode", _WAITING
+        self._decode, self._prefill, self._mixed, self._waiting = map(section, names)
+        self._open: Section | None = None
         self._tokens = 0
-        self._wait, self._waits = (int(Kind.WAIT), session.intern(_WAITING)), False
+        self._wait = int(Kind.WAIT), session.intern(_WAITING)
         self._calls: list[_CommunicatorCall] = []
         guarded = guard("a pass of a worker")
         self.begin_pass, self.end_pass = guarded(self._begin_pass), guarded(self._end_pass)
@@ -189,43 +191,45 @@ class _Serving:
 
     def _begin_pass(self, scheduled: Any) -> None:
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
-        if self._open is not None and not scheduled.scheduled_cached_reqs.req_ids:
+        was_open = self._open is not None
+        self._close()
+        if was_open and not scheduled.scheduled_cached_reqs.req_ids:
             # No request was running. All ranks end a step here, in which they waited for one.
             self._end_step(0)
-        self._tokens = scheduled.total_num_scheduled_tokens
+        self._tokens = tokens = scheduled.total_num_scheduled_tokens
         # A request that is answered has one token, and those that a draft model has proposed.
-        if self._tokens == len(counts) + sum(map(len, drafts.values())):
-            self._enter("decode")
+        if tokens == len(counts) + (sum(map(len, drafts.values())) if drafts else 0):
+            section = self._decode
         else:
-            self._enter("prefill and decode" if drafts or 1 in counts.values() else "prefill")
+            section = self._mixed if drafts or 1 in counts.values() else self._prefill
+        self._open = section.__enter__()
 
     def _end_pass(self) -> None:
         if self._tokens:
+            self._close()
             self._end_step(self._tokens)
             self._tokens = 0
-            self._enter(_WAITING)
+            self._open = self._waiting.__enter__()
             # How long a rank waits depends on when it was ready. This is not its work.
-            self._session.recorder.begin(*self._wait)
-            self._waits = True
+            self._recorder.begin(*self._wait)
 
     def _end_step(self, tokens: int) -> None:
-        self._enter("")
-        self._watch.step(tokens=tokens)
+        if not self._recorder.end_step_by_hand(tokens):
+            self._watch.step(tokens=tokens)
 
-    def _enter(self, name: str) -> None:
-        """Close the open section, and open the section of this name, if any."""
-        if self._waits:
-            self._waits = False
-            self._session.recorder.end(*self._wait)
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-        self._open = self._section(name).__enter__() if name else None
+    def _close(self) -> None:
+        """Close the open section, if any."""
+        section, self._open = self._open, None
+        if section is self._waiting:
+            self._recorder.end(*self._wait)
+        if section is not None:
+            section.__exit__(None, None, None)
 
     def stop(self) -> None:
         from torchlens_perf.errors import guard
 
         with guard("the end of a worker"):
-            self._enter("")
+            self._close()
             for call in self._calls:
                 call.remove()
         self._watch.stop()
@@ -271,41 +275,18 @@ class _CommunicatorCall:
 
     def _build_recorded_call(self) -> Callable[..., Any]:
         from torchlens_perf.hooks.collectives.groups import CollectiveGroups
-        from torchlens_perf.recorder.recorder import EndDetection
-        from torchlens_perf.run.ring import Flag
+        from torchlens_perf.recorder.recorder import EndDetection, native_hook
 
-        recorder, name = self._session.recorder, self._group.unique_name
+        group, device = self._group.unique_name, self._group.device.type
         name_id, slot = CollectiveGroups(self._session).register_operation(
-            self._operator, name, "", -1
+            self._operator, group, "", -1
         )
-        numbers = _numbers.setdefault(name, itertools.count())
-        call, issue, returned = self._call, recorder.issue, recorder.returned
-        begin_wait, end_wait = recorder.begin_wait, recorder.end_wait
-        by_wait, unknown = int(EndDetection.BY_WAIT), int(EndDetection.UNKNOWN)
-        failed, has_equal_sizes = int(Flag.EXCEPTION), not self._method.endswith("v")
-        on_cpu = self._group.device.type == "cpu"
-        if not on_cpu:
-            self._session.metadata.device_groups.add((name, self._group.device.type))
-
-        @functools.wraps(call)
-        def recorded(input_: Any, *args: Any, **kwargs: Any) -> Any:
-            size = input_.nbytes if has_equal_sizes else 0
-            ticket = issue(name_id, slot, next(numbers), 0, size)
-            if ticket is None:
-                return call(input_, *args, **kwargs)
-            waits, raised = False, True
-            if on_cpu:
-                # The call blocks until the end. As a wait, it has its own time without a CPU.
-                returned(ticket, by_wait)
-                waits = begin_wait()
-            try:
-                result = call(input_, *args, **kwargs)
-                raised = False
-            finally:
-                if waits:
-                    end_wait(raised)
-                elif not on_cpu:
-                    returned(ticket, unknown, failed if raised else 0)
-            return result
-
-        return recorded
+        end = EndDetection.BY_WAIT
+        if device != "cpu":
+            end = EndDetection.UNKNOWN
+            self._session.metadata.device_groups.add((group, device))
+        return native_hook(
+            "collective", self._call, self._session.recorder, name_id, slot, int(end),
+            # Other ranks may have tensors of other sizes.
+            None if self._method.endswith("v") else "nbytes",
+        )  # fmt: skip
