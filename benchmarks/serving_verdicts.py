@@ -5,6 +5,9 @@
 One engine on the CPU serves a small model with random weights. In each run, the workers record as
 with TORCHLENS_PERF=1: in clean runs, in runs with a sleep in a layer of rank 1, and in pairs of runs
 with and without a watch. The last line of the output is JSON.
+
+The cost grows with the number of collectives. `--hidden 1024 --layers 24` has the shape of a model with
+half a billion parameters, whose passes take tens of milliseconds on a CPU.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 SLOW_RANK = 1
+MODES = ("recorded", "plain", "without collectives", "plain")
+"""How passes are recorded in turn, to measure the cost."""
 _PROMPTS, _PROMPT_TOKENS = 4, 16
 _WARM_UP, _SETTLE_S = 30, 4
 _MODEL = {
@@ -78,22 +83,31 @@ class WorkerExtension:
         return statistics.median(self.slept) if self.slept else 0.0
 
     def alternate(self) -> None:
-        """Record every other pass, and time each pass by the CPU clock of the thread.
+        """Record every other pass, half of these without collectives, and time each by the CPU
+        clock of the thread.
 
-        Collectives are left out: a rank that waits in shared memory keeps its CPU busy.
+        The time in collectives is left out: a rank that waits in shared memory keeps its CPU busy.
+        A pass that is not recorded ends a step too, outside of the time, so that steps stay equal.
         """
+        import torch
         from vllm.distributed import parallel_state
         from vllm.v1.executor.multiproc_executor import WorkerProc
 
+        from torchlens_perf.recorder.recorder import route_calls, unroute_calls
         from torchlens_perf.roles import serving
 
         self.passes: list[float] = []
-        self.in_collectives = 0.0
+        self.in_collectives, self.collectives = 0.0, 0
+        self.in_pass, self.mode = False, ""
         communicator = parallel_state.get_tp_group().device_communicator
         watched, recorded = serving._serving, dict(vars(communicator))
+        assert watched is not None
+        marks = [name for name in serving._OPERATORS if name in recorded]
+        call_module = vars(torch.nn.Module)["__call__"]
 
         def time_collective(call: Callable[..., Any]) -> Callable[..., Any]:
             def timed(*args: Any, **kwargs: Any) -> Any:
+                self.collectives += 1
                 began_s = time.thread_time()
                 try:
                     return call(*args, **kwargs)
@@ -107,25 +121,44 @@ class WorkerExtension:
             setattr(shared, name, time_collective(getattr(shared, name)))
         execute = WorkerProc._execute_worker_rpc
 
+        def prepare(mode: str, scheduled: Any) -> None:
+            for name in marks:
+                vars(communicator).pop(name, None)
+                if mode == "recorded":
+                    setattr(communicator, name, recorded[name])
+            if mode == "plain":
+                unroute_calls(call_module)
+                watched.begin_pass(scheduled)
+            else:
+                route_calls(call_module)
+            serving._serving = None if mode == "plain" else watched
+            self.passes.append(0.0)
+            self.collectives = 0
+
         def timed_call(worker: Any, request: Any) -> None:
-            if request[0] == "execute_model":
-                is_recorded = len(self.passes) % 2 == 0
-                serving._serving = watched if is_recorded else None
-                for name in ("all_reduce", "all_gather"):
-                    vars(communicator).pop(name, None)
-                    if is_recorded:
-                        setattr(communicator, name, recorded[name])
-                self.passes.append(0.0)
+            begins, ends = request[0] == "execute_model", request[0] == "sample_tokens"
+            if begins:
+                scheduled = request[1][0]
+                # After the last token of a request, a pass without tokens frees its memory.
+                self.in_pass = scheduled.total_num_scheduled_tokens > 0
+            if not self.in_pass or not (begins or ends):
+                execute(worker, request)
+                return
+            if begins:
+                mode = self.mode = MODES[len(self.passes) % len(MODES)]
+                prepare(mode, scheduled)
             began_s, self.in_collectives = time.thread_time(), 0.0
             execute(worker, request)
-            if request[0] in ("execute_model", "sample_tokens") and self.passes:
-                self.passes[-1] += time.thread_time() - began_s - self.in_collectives
+            self.passes[-1] += time.thread_time() - began_s - self.in_collectives
+            if ends and self.mode == "plain":
+                watched._session.recorder.without_gradient = 1
+                watched.end_pass()
 
         WorkerProc._execute_worker_rpc = timed_call
 
-    def take_passes(self) -> list[float]:
-        """Return the CPU time of each pass. The first is recorded, the second is not, and so on."""
-        return self.passes
+    def take_passes(self) -> tuple[list[float], int]:
+        """Return the CPU time of each pass, in the order of MODES, and the last one's collectives."""
+        return self.passes, self.collectives
 
 
 class Engine:
@@ -187,18 +220,62 @@ def read_slow_ranks(folder: str) -> dict[str, Any]:
     }
 
 
-def estimate_cost(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Return the median difference of a recorded pass and the next one, with a 95% interval."""
-    more, chance = [first - second for first, second in pairs], random.Random(0)
-    medians = sorted(statistics.median(chance.choices(more, k=len(more))) for _ in range(1000))
-    pass_s = statistics.median(second for _, second in pairs)
+def estimate_cost(ranks: list[tuple[list[float], int]]) -> dict[str, Any]:
+    """Return the mean difference of a recorded pass and the next one, with 95% intervals.
+
+    The means leave out 5% of the pairs at either end, which something else has interrupted.
+    """
+    plain_s = [each for passes, _ in ranks for each in passes[1::2]]
+    more: dict[str, list[float]] = {
+        mode: [
+            recorded - plain
+            for passes, _ in ranks
+            for recorded, plain in zip(passes[at :: len(MODES)], passes[at + 1 :: len(MODES)], strict=False)
+        ]
+        for at, mode in enumerate(MODES)
+        if mode != "plain"
+    }  # fmt: skip
+    chance, collectives = random.Random(0), ranks[0][1]
+
+    def estimate(rounds: int) -> list[tuple[float, float]]:
+        found = []
+        for number in range(rounds + 1):
+            drawn = [
+                chance.choices(each, k=len(each)) if number else each for each in more.values()
+            ]
+            whole_s, without_s = map(_trimmed_mean, drawn)
+            found.append((whole_s, (whole_s - without_s) / max(1, collectives)))
+        return found
+
+    (whole_s, each_s), *draws = estimate(1000)
+    interval = [sorted(column)[at] for column in zip(*draws, strict=True) for at in (25, 974)]
+    pass_s = statistics.median(plain_s)
     return {
-        "pairs": len(pairs),
+        "pairs": len(more["recorded"]),
         "pass_cpu_s": pass_s,
-        "share": statistics.median(more) / pass_s,
-        "low": medians[25] / pass_s,
-        "high": medians[975] / pass_s,
+        "collectives": collectives,
+        "cost_s": whole_s,
+        "share": whole_s / pass_s,
+        "share_interval": [each / pass_s for each in interval[:2]],
+        "cost_s_per_collective": each_s,
+        "collective_interval": interval[2:],
+        "cost_s_without_collectives": whole_s - each_s * collectives,
     }
+
+
+def describe_cost(cost: dict[str, Any], layers: int) -> str:
+    low, high = cost["share_interval"]
+    return (
+        f"{1e6 * cost['cost_s_without_collectives']:.0f} us per pass"
+        f" + {1e6 * cost['cost_s_per_collective']:.1f} us per collective, of {cost['collectives']};"
+        f" {cost['share']:.2%} [{low:.2%}, {high:.2%}] of a pass of {1e3 * cost['pass_cpu_s']:.1f} ms"
+        f" of CPU time with {layers} layers ({cost['pairs']} pairs)"
+    )
+
+
+def _trimmed_mean(values: list[float]) -> float:
+    cut = len(values) // 20
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -240,11 +317,10 @@ def main(arguments: list[str] | None = None) -> int:
             # The sidecar imports its libraries for some seconds.
             time.sleep(_SETTLE_S)
             engine.call("alternate")
-            while len((ranks := engine.call("take_passes"))[0]) < options.passes:
+            while len((ranks := engine.call("take_passes"))[0][0]) < options.passes:
                 answers.append(engine.generate(options.tokens))
-            pairs = [pair for rank in ranks for pair in zip(rank[::2], rank[1::2], strict=False)]
-            results["cost"] = estimate_cost(pairs)
-            print(results["cost"], flush=True)
+            results["cost"] = estimate_cost(ranks)
+            print(describe_cost(results["cost"], options.layers), flush=True)
         results["same_tokens"] = all(each == expected for each in answers)
         engine.shut_down()
         print(json.dumps(results), flush=True)
