@@ -256,6 +256,7 @@ def estimate_cost(ranks: list[tuple[list[float], int]]) -> dict[str, Any]:
         "collectives": collectives,
         "cost_s": whole_s,
         "share": whole_s / pass_s,
+        "median_share": statistics.median(more["recorded"]) / pass_s,
         "share_interval": [each / pass_s for each in interval[:2]],
         "cost_s_per_collective": each_s,
         "collective_interval": interval[2:],
