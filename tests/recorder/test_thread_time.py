@@ -7,9 +7,11 @@ The kernel updates a running thread's time at its ticks, every 1 to
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.collective_rig import on_thread
+from tests.support.process_state import open_files
 from tests.support.processes import ROOT
 from tests.support.recorders import Rig
 from torchlens_perf.run.ring import Kind
@@ -298,16 +302,122 @@ def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: Time
     assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
 
 
-def test_many_short_phases_are_measured_without_a_reading_for_each(rig: TimedRig) -> None:
-    """Phases of less than 1 ms count as CPU time, and the next reading corrects the sum."""
-    begin_ns = time.thread_time_ns()
-    for _ in range(400):
-        with rig.inside(Kind.FORWARD):
-            work(0.0005)
-    with rig.inside(Kind.DATA):
-        time.sleep(WORK_S)
-    times = rig.thread_times()
-    whole_ns = time.thread_time_ns() - begin_ns
+@pytest.mark.parametrize(
+    ("phases", "last_step_ns", "measured"),
+    [
+        (31, LONG_NS, True),
+        (32, LONG_NS, False),
+        (100, LONG_NS, False),
+        (127, 4 * LONG_NS, True),
+        (128, 4 * LONG_NS, False),
+    ],
+)
+def test_step_with_too_many_phases_for_its_duration_is_not_measured(
+    phases: int, last_step_ns: int, measured: bool, rig_with_clock: TimedRig
+) -> None:
+    """A partial measurement would be misleading. The next step has thread times.
 
-    assert times[Kind.FORWARD][0] == CLOSE(whole_ns, rel=0.2)
-    assert times.get(Kind.DATA, (0, 0))[0] < 0.2 * WORK_S * 1e9
+    A long step may have more phases, such as an episode in which an agent acts 100 times.
+    """
+    rig = rig_with_clock
+    rig.clock.advance(last_step_ns - LONG_NS)
+    rig.measure_next_step()
+    for _ in range(phases):
+        with rig.inside(Kind.DATA):
+            pass
+    work()
+    rig.clock.advance(LONG_NS)
+    assert bool(rig.thread_times()) == measured
+    worked_ns = work()
+
+    assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
+
+
+def test_cpu_time_of_other_threads_does_not_count(rig: TimedRig) -> None:
+    """The other thread computes in its own phases, which do not end those of the training
+    thread.
+    """
+    worked_ns: list[int] = []
+
+    def elsewhere() -> None:
+        for _ in range(4):
+            with rig.inside(Kind.FORWARD):
+                worked_ns.append(work(WORK_S / 2))
+
+    thread = threading.Thread(target=elsewhere)
+    with rig.inside(Kind.OPTIMIZER):
+        thread.start()
+        mine_ns = work()
+        thread.join()
+    times = rig.thread_times()
+
+    assert times[Kind.OPTIMIZER][0] == CLOSE(mine_ns, rel=0.15)
+    assert sum(cpu_ns for cpu_ns, _ in times.values()) < mine_ns + 0.5 * sum(worked_ns)
+    assert Kind.FORWARD not in times
+
+
+def test_recorder_refuses_to_measure_another_thread(tmp_path: Path) -> None:
+    """Otherwise another thread's time would count as that of the training thread."""
+    rig = TimedRig(tmp_path)
+    told: list[bool] = []
+    on_thread(lambda: told.append(rig.recorder.start_thread_time()))
+    rig.measure_next_step()
+    work()
+
+    assert (told, rig.thread_times()) == ([False], {})
+    rig.close()
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_file_of_scheduling_statistics_is_closed_with_the_recorder(
+    end: str, tmp_path: Path
+) -> None:
+    """A forked child closes the file too, and a closed recorder does not open the file again."""
+    before = open_files()
+    rig = TimedRig(tmp_path)
+    assert rig.recorder.start_thread_time()
+    getattr(rig.recorder, end)()
+    assert rig.recorder.start_thread_time() is False
+    rig.close()
+
+    assert open_files() == before
+
+
+def test_times_of_autograds_thread_count_only_in_the_backward_pass(rig: TimedRig) -> None:
+    """The owner waits for autograd's thread, so the lack of a CPU of that thread counts."""
+    cpu = min(os.sched_getaffinity(0))
+    ready, stop = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        # This call pins the current thread only.
+        os.sched_setaffinity(0, {cpu})
+        rig.recorder.computes_backward()
+        ready.set()
+        while not stop.is_set():
+            # Hashing releases the GIL.
+            hashlib.sha256(CHUNK)
+
+    thread = threading.Thread(target=compute)
+    with competitor(cpu):
+        thread.start()
+        ready.wait()
+        with rig.inside(Kind.BACKWARD):
+            time.sleep(6 * WORK_S)
+        with rig.inside(Kind.OPTIMIZER):
+            time.sleep(6 * WORK_S)
+        times = rig.thread_times()
+        stop.set()
+        thread.join()
+
+    assert times[Kind.BACKWARD][1] > 0.25 * 6 * WORK_S * 1e9
+    assert times.get(Kind.OPTIMIZER, (0, 0))[1] < 0.25 * times[Kind.BACKWARD][1]
+
+
+def test_new_thread_of_autograd_is_measured_after_the_first_has_ended(rig: TimedRig) -> None:
+    """The file of the ended thread is closed."""
+    before = open_files()
+    for _ in range(3):
+        on_thread(rig.recorder.computes_backward)
+        with rig.inside(Kind.BACKWARD):
+            work()
+        assert open_files() == before

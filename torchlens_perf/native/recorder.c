@@ -358,7 +358,6 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
         return;
     }
     if (self->thread_time.measured) {
-        self->thread_time.read_ns = 0; /* so that this step gets all of its time */
         thread_time_mark(&self->thread_time, current_phase(&self->header->stack));
     }
     if (!thread_time_step(&self->thread_time, duration_ns, phases)) {
@@ -369,7 +368,7 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
             Record record = {
                 .start_ns = start_ns,
                 .duration_ns = duration_ns,
-                .value0 = phases[kind].cpu_ns > 0 ? (uint64_t)phases[kind].cpu_ns : 0,
+                .value0 = (uint64_t)phases[kind].cpu_ns,
                 .value1 = (uint64_t)phases[kind].ready_ns,
             };
             write_record(self, &record, KIND_THREAD_TIME, 1, kind);

@@ -39,7 +39,7 @@ typedef struct {
 typedef struct {
     int on, measured, paused;
     KeptFile file;
-    int64_t marked_ns, read_ns; /* the last mark and reading */
+    int64_t reads_left; /* in this step */
     long thread; /* its native id */
     int64_t last_cpu_ns, last_ready_ns;
     long autograd_thread; /* that of the device, which computes the backward pass; 0: none is known */

@@ -1,9 +1,8 @@
 /* CPU time of the training thread in each phase, and the time that it stood ready there without a CPU.
  *
  * Linux adds both up per thread (Documentation/scheduler/sched-stats.rst: /proc/PID/task/TID/schedstat, in ns). They are
- * read where a phase begins or ends: two system calls of about 1 us, with cold caches 15 us. To keep the cost below a
- * hundredth, steps shorter than MIN_STEP_NS are not measured, and of phases shorter than SHORT_NS the times are read every
- * SELDOM_NS only: until then they count as CPU time, and the next reading corrects the sum.
+ * read where a phase begins or ends: two system calls of about 1 us together. Steps shorter than MIN_STEP_NS, and those with
+ * more phases than the duration of the step before allows, are not measured, to keep the cost below a hundredth.
  *
  * Where the work is on a device, a thread of autograd computes the backward pass, and the training thread waits for it.
  * The time that it stood ready counts in that phase too.
@@ -16,7 +15,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static const int64_t MIN_STEP_NS = 10000000, SHORT_NS = 1000000, SELDOM_NS = 4000000;
+enum { READS_PER_MIN_STEP = 64 };
+static const int64_t MIN_STEP_NS = 10000000;
 
 /* strtoll() would look at the locale. */
 static const char *parse(const char *text, int64_t *value)
@@ -132,21 +132,12 @@ void thread_time_stop(ThreadTime *times)
 /* What has passed since the last call belongs to this phase. */
 void thread_time_mark(ThreadTime *times, uint32_t kind)
 {
-    int64_t cpu_ns, ready_ns, last_ns = times->marked_ns;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    times->marked_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-    PhaseTime *phase = &times->phases[times->paused ? KIND_WAIT : kind];
-    if (times->marked_ns - last_ns < SHORT_NS && times->marked_ns - times->read_ns < SELDOM_NS) {
-        phase->cpu_ns += times->marked_ns - last_ns;
-        times->last_cpu_ns += times->marked_ns - last_ns;
-        return;
-    }
-    times->read_ns = times->marked_ns;
-    if (read_times(&times->file, &cpu_ns, &ready_ns) < 0) {
+    int64_t cpu_ns, ready_ns;
+    if (--times->reads_left < 0 || read_times(&times->file, &cpu_ns, &ready_ns) < 0) {
         times->measured = 0;
         return;
     }
+    PhaseTime *phase = &times->phases[times->paused ? KIND_WAIT : kind];
     phase->cpu_ns += cpu_ns - times->last_cpu_ns;
     phase->ready_ns += ready_ns - times->last_ready_ns;
     times->last_cpu_ns = cpu_ns;
@@ -160,6 +151,7 @@ int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases)
     int measured = times->measured;
     memcpy(phases, times->phases, sizeof(times->phases));
     memset(times->phases, 0, sizeof(times->phases));
+    times->reads_left = READS_PER_MIN_STEP * (duration_ns / MIN_STEP_NS);
     times->paused = 0;
     int wanted = times->on && duration_ns >= MIN_STEP_NS;
     if (wanted && !measured) {
