@@ -13,6 +13,7 @@ from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.words.phases import phase_name
 
 USUAL = {**BASE, "communication": 2.0}
 RANKS = 6
@@ -45,7 +46,8 @@ def test_verdict_on_long_steps_has_the_awaited_rank_and_the_steps(part: str, wai
     (text,) = long(report)
 
     assert text.startswith(
-        "Steps 24 and 66: all other ranks waited 372 ms each time for rank 4 (744 ms in total, "
+        "Steps 24 and 66: all other ranks waited 372 ms each time for rank 4, which was mostly in"
+        f" {phase_name(part)} (744 ms in total, "
     )
     assert report["verdicts"][0].rank == 4
     assert report["steps"]["long"][0]["waited_for"] == 4
@@ -54,7 +56,7 @@ def test_verdict_on_long_steps_has_the_awaited_rank_and_the_steps(part: str, wai
 def test_verdict_on_a_single_long_step_has_the_awaited_rank() -> None:
     (text,) = long(report_on(stalls("host", (90,))))
     assert text.startswith(
-        "Step 90: all other ranks waited 372 ms for rank 4 (14% of all step time)"
+        "Step 90: all other ranks waited 372 ms for rank 4, which was mostly in host code (14% of"
     )
 
 
@@ -85,7 +87,9 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
         == row.evidence.long["more_s"]
         == pytest.approx(0.373, abs=0.003)
     )
-    assert row.sentence.startswith(f"Step 90: the other rank waited {waited} for rank 1 (14% of")
+    assert row.sentence.startswith(
+        f"Step 90: the other rank waited {waited} for rank 1, which was mostly in host"
+    )
 
 
 def test_no_rank_is_blamed_if_ranks_wait_for_different_ones() -> None:
@@ -121,7 +125,7 @@ def test_many_regular_stalls_are_one_sentence(wait: str) -> None:
     (text,) = long(report)
 
     assert text.startswith(
-        "One step in 10: all other ranks waited 372 ms each time for rank 4 (4.46 s in total, "
+        "One step in 10: all other ranks waited 372 ms each time for rank 4, which was mostly in host code (4.46 s"
     )
     assert [each["waited_for"] for each in report["steps"]["long"]] == [4]
     assert report["steps"]["long"][0]["count"] == 12

@@ -16,7 +16,7 @@ class LongSteps(TypedDict):
     ranks: list[int]
     """The ranks that do this work; [] if it is not known."""
     part: str
-    """The part of the step with the largest difference."""
+    """The part of the step with the largest difference; of the awaited rank if one was found by times."""
     count: int
     steps: list[int]
     waited_for: int | None

@@ -238,6 +238,8 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
         found.append(("bound by" if traits.name == "lack_of_cpu" else "in", where))
     elif row.phase is not None and traits.name != "long_steps":
         found.append(("phase", phase_name(row.phase)))
+    elif evidence.long is not None and row.rank is not None:
+        found.append(("phase", phase_name(evidence.long["part"])))
     if traits.is_summary:
         return []
     modules = evidence.modules

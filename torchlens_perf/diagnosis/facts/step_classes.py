@@ -46,10 +46,12 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
             {
                 "kinds": list(each.kinds),
                 "ranks": [list(mixes)[mix] for mix in each.doing],
-                "part": each.part,
+                "waited_for": (rank := find_blamed_rank(each)),
+                "part": each.part
+                if rank is None or each.is_awaited
+                else waits.find_part(each.steps[-MAX_STEPS:], rank),
                 "count": each.count,
                 "steps": list(each.steps),
-                "waited_for": find_blamed_rank(each),
                 "period": each.period,
                 "mean_s": each.duration_ns / 1e9,
                 "more_s": each.more_ns / 1e9,

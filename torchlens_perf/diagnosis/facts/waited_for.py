@@ -46,6 +46,11 @@ class AwaitedRankFinder:
         found = {self._find_in_one_step(step, more_ns) for step in steps}
         return found.pop() if len(found) == 1 else None
 
+    def find_part(self, steps: Sequence[int], rank: int) -> str:
+        """Return the part with most of the additional time of the rank that was found in these steps."""
+        more = (self._excess_over_typical(step, rank) for step in steps)
+        return PARTS[int(np.argmax(sum(each for each in more if each is not None)))]
+
     def _find_in_one_step(self, step: int, more_ns: float) -> int | None:
         busy: list[int] = []
         for rank in self._mixes:

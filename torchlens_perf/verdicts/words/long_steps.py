@@ -54,7 +54,12 @@ class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
         share = f"{total} in total, {share}" if several else share
         if verdict.rank is not None:
             each = " each time" * several
-            who = f"{self._others} waited {more}{each} for rank {verdict.rank}"
+            where = (
+                f", which was mostly in {phase_name(self.long['part'])}"
+                if self.long["part"]
+                else ""
+            )
+            who = f"{self._others} waited {more}{each} for rank {verdict.rank}{where}"
             return [f"{self._which_stalled}: {who} ({share})."]
         takes = "takes" if self.long["period"] or self.long["count"] == 1 else "take"
         each = " on average" * (self.long["count"] > 1)
