@@ -132,8 +132,8 @@ def test_slow_rank_that_another_one_follows_is_a_changed_verdict(
     other = simulate_run(tmp_path / "other", "--noise", "0.03", "--fault", fault, seed=7)
     found = compare_runs(side(runs, "after"), [other]).verdicts
     changed = next(each for each in found if each.what == "changed")
-    assert "rank 1" in changed.text.partition(", after ")[0]
-    assert "rank 0" in changed.text.partition(", after ")[2]
+    assert "rank 1" in changed.text.partition(" became ")[0]
+    assert "rank 0" in changed.text.partition(" became ")[2]
     assert (changed.before, changed.after) == (4, 1)
 
 

@@ -48,7 +48,8 @@ def build_headline(compared: Comparison) -> Headline:
         sentence=" ".join(
             [
                 *(
-                    f"{each.what}: {describe_verdict_change(compared, each)}"
+                    f"{'' if each.what == 'changed' else f'{each.what}: '}"
+                    f"{describe_verdict_change(compared, each)}"
                     for each in compared.verdicts
                 ),
                 describe_times(compared),

@@ -59,7 +59,7 @@ def find_verdict_changes(before: Sequence[Report], after: Sequence[Report]) -> l
         # Of several verdicts, it is not known which one became which.
         if [each.what for each in rows] == ["gone", "new"]:
             found = [each for each in found if each.status != status]
-            text = f"before {rows[0].text}, after {rows[1].text}"
+            text = f"{rows[0].text} became {rows[1].text}"
             found.append(
                 dataclasses.replace(rows[1], what="changed", text=text, before=rows[0].before)
             )
