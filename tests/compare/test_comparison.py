@@ -82,14 +82,14 @@ def test_one_run_of_each_side_says_once_that_noise_is_not_known(runs: Path) -> N
     head = build_headline(replace(compared, changes={STEP: unknown}))
     assert head.status == "CHANGED"
     assert head.sentence.endswith(
-        " That may be noise: one run of each side does not show how much runs differ."
+        " Whether it changed is not known: one run of each side does not show how much runs differ."
     )
     assert head.action.startswith("record 5 runs of each side, alternating")
     titles = [each.title for each in build_tables(compared)[1].columns]
     assert titles == ["measure", "before", "after", "change"]
     several = replace(compared, before=compared.before * 2, changes={STEP: unknown})
     assert build_tables(several)[1].columns[-1].title == "result"
-    assert "may be noise" in build_headline(several).sentence
+    assert "Whether it changed is not known" in build_headline(several).sentence
 
 
 def test_equal_notes_are_shown_once(runs: Path) -> None:

@@ -184,7 +184,7 @@ def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: Page
         f" of {headline.whole}" in page
     )
     assert f"{format_percent(headline.cost_share)} of {headline.whole} lost" in page
-    assert re.fullmatch(r"a step of \d+ ms", headline.whole)
+    assert re.fullmatch(r"a mean step of \d+ ms", headline.whole)
     assert f"{format_duration(steps['p50_s'])} step p50" in page
     assert "8 of 8 ranks compared" in page
     rows = re.findall(

@@ -82,7 +82,7 @@ def test_every_screen_shows_the_joint_cost_of_slow_ranks(
         step = format_duration(row["cost_s_per_step"] / row["cost_share"])
         cost = (
             f"{format_duration(row['cost_s_per_step'])} per step ="
-            f" {format_percent(row['cost_share'])} of a step of {step}"
+            f" {format_percent(row['cost_share'])} of a mean step of {step}"
         )
         assert f"cost {cost}, together with rank {other}" in terminal
     for text in (page,):

@@ -272,7 +272,7 @@ def test_simulate_command_writes_a_run_and_its_report(
     assert "SLOW RANK   rank 3 (node-0000)   forward" in printed
     assert "since step 40" in printed
     text = RunDirectory(out).report.read_text()
-    assert f"simulated: {fault}" in text
+    assert f"simulated with --fault {fault}" in text
     assert "Rank 3" in text
 
 

@@ -97,7 +97,7 @@ def test_slow_rank_cost_and_action_are_not_cut_off(
     assert len(lines) == size[1]
     assert lines[0].startswith("simulation  run  8 ranks")
     assert re.search(
-        r"cost [\d.]+ ms per step = \d+% of a step of [\d.]+ ms evidence Rank 3 computes .* next .* --rank"
+        r"cost [\d.]+ ms per step = \d+% of a mean step of [\d.]+ ms evidence Rank 3 computes .* next .* --rank"
         r" 3 ──",
         text,
     )

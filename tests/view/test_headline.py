@@ -62,7 +62,7 @@ def test_headline_of_a_slow_rank_has_separate_facts_cost_and_sentence(tmp_path: 
     assert facts["steps"] == "since step 0"
     assert facts["seen"].startswith("slow in ")
     assert " per step = " in found.cost
-    assert re.search(r"% of a step of [0-9.]+ ms$", found.cost)
+    assert re.search(r"% of a mean step of [0-9.]+ ms$", found.cost)
     assert "costs the job" not in found.sentence
     assert "Next:" not in found.sentence
 

@@ -90,7 +90,7 @@ class TestPlantedJobs:
             r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2]
         )
         assert re.fullmatch(
-            r"  cost        [0-9.]+ ms per step = \d+% of a step of [0-9.]+ ms", lines[3]
+            r"  cost        [0-9.]+ ms per step = \d+% of a mean step of [0-9.]+ ms", lines[3]
         )
         assert re.search(
             r" evidence Rank 1 computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.",
@@ -108,7 +108,7 @@ class TestPlantedJobs:
         text = short(node([[{**BASE, "data": 14.0}] * 100]))
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
-        assert "\n  cost        14.0 ms per step = 48% of a step of 29.0 ms\n" in text
+        assert "\n  cost        14.0 ms per step = 48% of a typical step of 29.0 ms\n" in text
         assert "a batch" in text.partition("\n  next ")[2].splitlines()[0]
         assert "data 48%" in text
         assert not re.search(
@@ -122,7 +122,7 @@ class TestPlantedJobs:
         text = short(node(loops, findings(last_step=99, compared=2)))
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
-        assert "\n  cost        14.0 ms per step = 48% of a step of 29.0 ms\n" in text
+        assert "\n  cost        14.0 ms per step = 48% of a typical step of 29.0 ms\n" in text
         assert "a batch" in text.partition("\n  next ")[2].splitlines()[0]
         assert "\n  OK          No slow rank in 100 steps." in text
         assert "Typical step of each rank" not in text
@@ -238,7 +238,7 @@ def test_second_and_third_verdicts_have_evidence_and_action() -> None:
     )
     assert text.splitlines()[3].startswith("  LONG STEPS  ")
     assert re.search(
-        r"\n  BOTTLENECK  data loading, [0-9.]+ ms per step \(\d+% of a step of [0-9.]+ ms\),.*\n"
+        r"\n  BOTTLENECK  data loading, [0-9.]+ ms per step \(\d+% of a typical step of [0-9.]+ ms\),.*\n"
         r"(  {12}.*\n)*  evidence    .*\n(  {12}.*\n)*  next        .*\n"
         r"(  {12}.*\n)*  LONG STEPS  .*\n(  {12}.*\n)*  cost  .*\n  next  ",
         text,
@@ -251,7 +251,7 @@ def test_ended_verdicts_are_shown_in_one_line() -> None:
     text = short(node([usual(160)] * 4, slow))
 
     assert re.search(
-        r" earlier no action needed: data loading, [0-9.]+ ms per step \(5\d% of a step of"
+        r" earlier no action needed: data loading, [0-9.]+ ms per step \(5\d% of a typical step of"
         r" [0-9.]+ ms\), from step 0 to 319 ",
         words(short(node([over]))),
     )

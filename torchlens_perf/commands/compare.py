@@ -197,8 +197,8 @@ COMMAND = Command(
     name="compare",
     summary="compare runs before and after a change, also in CI",
     description=(
-        "Compare runs before and after a change: step, parts, memory, modules, sections and"
-        " collectives. Each run is one sample, so record about five of each side."
+        "Compare runs before and after a change: the step and its phases, memory, modules, sections of"
+        " perf.section() and collectives. Each run is one sample, so record about five of each side."
     ),
     epilog=_EXIT_CODES,
     arguments=(

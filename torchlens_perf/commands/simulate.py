@@ -132,8 +132,8 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
     )
     run.create()
     note = (
-        f"simulated: {' and '.join(options.fault) or 'no fault'}; noise of {options.noise * 20:g}% of a step,"
-        f" seed {options.seed}"
+        f"simulated with {' '.join(f'--fault {each}' for each in options.fault) or 'no fault'};"
+        f" noise of {options.noise * 20:g}% of a step, seed {options.seed}"
     )
     device = None
     if options.device or options.launch_bound:

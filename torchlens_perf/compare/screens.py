@@ -93,9 +93,9 @@ def _describe_step(step: Change, is_one_each: bool) -> str:
         Outcome.CHANGED: f" (95 % interval: {_format_interval(step)}).",
         Outcome.SAME: f". A change of {smallest} or more would have been found.",
         Outcome.UNKNOWN: (
-            ". That may be noise: one run of each side does not show how much runs differ."
+            ". Whether it changed is not known: one run of each side does not show how much runs differ."
             if is_one_each
-            else f". That may be noise: these runs can only show changes of {smallest} or more."
+            else f". Whether it changed is not known: these runs can only show changes of {smallest} or more."
         ),
     }
     times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"

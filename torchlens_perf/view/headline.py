@@ -209,7 +209,8 @@ def _describe_step(row: Verdict) -> str:
     """Return the step of which a cost per step is a share. Verdicts rest on different steps."""
     if not row.cost_s_per_step or not row.cost_share:
         return "step time"
-    which = "a mean step" if row.kind == "long_steps" else "a step"
+    which = "a mean step" if row.kind in ("straggler", "long_steps") else "a step"
+    which = "a typical step" if row.evidence.is_of_run else which
     return f"{which} of {format_duration(row.cost_s_per_step / row.cost_share)}"
 
 
