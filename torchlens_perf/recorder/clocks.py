@@ -70,3 +70,6 @@ class Clocks:
     def use_clock(self, clock: Clock | None, stalls: StallMarks | None = None) -> None:
         """Record later marks with this clock, or with the host's clock if `clock` is None."""
         self.current, self.stalls = clock or self.host, stalls
+
+    def set_collective_listener(self, listener: CollectiveListener | None) -> None:
+        self.collective_listener = listener

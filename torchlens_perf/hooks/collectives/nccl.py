@@ -293,11 +293,11 @@ class _GraphCaptureWatcher:
 def _time_by_events(session: Session) -> Iterator[None]:
     events = CollectiveEvents(session)
     with session.running_each_step("device times of collectives", events.report_known_times):
-        session.clocks.collective_listener = events.store_marks
+        session.clocks.set_collective_listener(events.store_marks)
         try:
             yield
         finally:
-            session.clocks.collective_listener = None
+            session.clocks.set_collective_listener(None)
 
 
 class _PendingCollective(NamedTuple):
