@@ -80,7 +80,7 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
             CpuUsage(2, 0, [5.0, 10.0], []),
             1,
             1,
-            ["stop or move the programs outside of the job that keep 50%"],
+            ["find the programs outside of the job that keep 50%"],
             ["threads"],
         ),
         (

@@ -158,7 +158,7 @@ def test_report_has_the_period_and_an_interval_of_the_cost(tmp_path: Path) -> No
 
     assert quality["module_period"] == 4
     assert quality["overhead_low"] < quality["overhead_share"] < quality["overhead_high"]
-    shown = "{overhead_share:.2%} of step time (estimated between {overhead_low:.2%} and {overhead_high:.2%})"
+    shown = "{overhead_share:.2%} of step time (at least {overhead_low:.2%}, at most {overhead_high:.2%})"
     overhead = f"overhead {shown.format(**quality)}; modules timed in 1 of 4 steps"
     assert overhead in words
     assert overhead in Summary(**json.loads(results_as_json(report, "x", ""))["summary"]).figures
@@ -234,12 +234,12 @@ def test_steps_of_a_trace_say_that_modules_were_not_timed(
     [
         ((None, None, None, 1, 1), "not measured"),
         ((0.0, 0.0, 0.0, 1, 1), "0.00% of step time"),
-        ((0.00001, 0.0, 0.00002, 1, 1), "<0.01% of step time (estimated between 0.00% and <0.01%)"),
-        ((0.0042, 0.0031, 0.0055, 1, 1), "0.42% of step time (estimated between 0.31% and 0.55%)"),
+        ((0.00001, 0.0, 0.00002, 1, 1), "<0.01% of step time (at least 0.00%, at most <0.01%)"),
+        ((0.0042, 0.0031, 0.0055, 1, 1), "0.42% of step time (at least 0.31%, at most 0.55%)"),
         ((0.0042, 0.0042, 0.0042, 1, 1), "0.42% of step time"),
         (
             (0.01, 0.005, 0.02, 4, 2),
-            "1.00% of step time (estimated between 0.50% and 2.00%); modules timed in 1 of 4 steps; device phases timed"
+            "1.00% of step time (at least 0.50%, at most 2.00%); modules timed in 1 of 4 steps; device phases timed"
             " in 1 of 2 steps",
         ),
     ],

@@ -13,7 +13,7 @@ ACT = Command(
     name="act",
     summary="report slow nodes to a scheduler or a webhook; sends nothing without --send",
     description=(
-        "Report the nodes that the verdicts on slow ranks name. Each finding is sent once to each"
+        "Send the nodes that verdicts on slow ranks name to a scheduler or a webhook. Each finding is sent once to each"
         " target, also if the job restarts. RUN/actions.jsonl has what was sent, to whom and why."
     ),
     arguments=(
@@ -92,7 +92,7 @@ MCP = Command(
     name="mcp",
     summary="answer questions of agents on the runs of a folder, by the Model Context Protocol",
     description=(
-        "Serve the Model Context Protocol on stdin and stdout: list runs, verdicts, the account of a step,"
+        "Serve the Model Context Protocol on stdin and stdout: list runs, verdicts, where the time of a step went,"
         " compare, query. It only reads."
     ),
     arguments=(

@@ -84,8 +84,8 @@ def _run_what_if(options: argparse.Namespace) -> int:
         if predicted is None:
             print(
                 f"torchlens-perf: cannot predict: after the change, the ranks still wait for a CPU for"
-                f" more than {MAX_CONTENTION:.0%} of a step, and less work also makes these waits"
-                " shorter. Run the job on idle CPUs",
+                f" more than {MAX_CONTENTION:.0%} of a step, and how much shorter less work makes these"
+                " waits is not known. Run the job on idle CPUs",
                 file=sys.stderr,
             )
             return UNKNOWN

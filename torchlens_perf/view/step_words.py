@@ -27,7 +27,7 @@ def describe_overhead(quality: Quality) -> str:
         for each in shares
         if each is not None
     ]
-    interval = f" (estimated between {' and '.join(ends)})" if set(ends) - {text} else ""
+    interval = f" (at least {', at most '.join(ends)})" if set(ends) - {text} else ""
     periods = {"modules": quality["module_period"], "device phases": quality["phase_period"]}
     thinned = "".join(
         f"; {what} timed in 1 of {period} steps" for what, period in periods.items() if period > 1

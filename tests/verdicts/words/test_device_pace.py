@@ -139,7 +139,8 @@ def test_place_of_most_host_code_is_in_the_sentence_and_the_action(
         assert (gap.s, gap.of_s) == pytest.approx((gaps_ms[gap.at] / 1e3, of_s), abs=1e-6)
         own, whole = format_duration(gap.s), format_duration(gap.of_s)
         assert (
-            f"Of {whole} of host code per step, waits included, {own} are between" in verdict.text
+            f"Of {whole} of host code per step, with waits for a CPU, {own} are between"
+            in verdict.text
         )
         table = build_host_gap_table(report)  # type: ignore[arg-type]
         assert table is not None

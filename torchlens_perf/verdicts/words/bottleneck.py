@@ -703,13 +703,10 @@ def _describe_starved_part(found: StepBreakdown) -> str:
         return ""
     is_generation = part == "forward" and found.passes_s >= _MOST * parts_s[part]
     name = f"{phase_name(part)}{', mostly without gradients,' * is_generation}"
-    waits, takes = (
-        format_percent(found.lack_by_part_s[part] / parts_s[part]),
-        format_share(parts_s[part], found.step_s),
-    )
-    return (
-        f"{name[0].upper()}{name[1:]} takes {takes} of the step, of which {waits} waited for a CPU."
-    )
+    waits = format_percent(found.lack_by_part_s[part] / parts_s[part])
+    takes = f"takes {format_percent(parts_s[part] / found.step_s)} of the step"
+    took = format_duration(parts_s[part])
+    return f"{name[0].upper()}{name[1:]} {takes} ({took}, of which {waits} waited for a CPU)."
 
 
 def _break_down_host_step(report: Facts) -> StepBreakdown:
@@ -762,7 +759,7 @@ def _hidden_data_wait_text(report: Facts, found: StepBreakdown) -> str:
 _ADVICE = {
     "data": "see what takes the time of a batch: storage, decoding, augmentation or collation.",
     "communication": (
-        "see in which operations ranks wait (the table of collectives); send less in them, or start"
+        "see in which operations ranks wait (the table of collectives in `report --all`); send less in them, or start"
         " them earlier."
     ),
     "ranks": (

@@ -36,13 +36,15 @@ def cpu_action(report: Facts) -> str:
     begin = "see what else keeps the CPUs busy" if not others else ""
     if share >= _OTHERS:
         busiest = max(others, key=lambda each: each["others_share"] or 0.0)
-        begin = f"stop or move the programs outside of the job that keep {format_percent(share)} of its CPUs busy"
+        others_use = f"outside of the job that keep {format_percent(share)} of its CPUs busy"
+        begin = f"find the programs {others_use}, for example with htop, and stop or move them"
         named = [each for each in busiest["programs"] if each.owner in OUTSIDE]
         if named:
             # Programs that end soon are not seen, so the visible ones may use much less.
             is_most = 2 * sum(each.cpus for each in named) >= share * (busiest["cpus"] or 1)
             which = "mainly" if is_most else "many small ones; the largest is"
-            begin += f" ({which} {', '.join(map(_name_program, named if is_most else named[:1]))})"
+            names = ", ".join(map(_name_program, named if is_most else named[:1]))
+            begin = f"stop or move the programs {others_use} ({which} {names})"
     threads = {each["threads"] for each in known}
     workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
     less = []

@@ -102,7 +102,7 @@ class LargestGap(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        whole = f"Of {format_duration(self.of_s)} of host code per step, waits included"
+        whole = f"Of {format_duration(self.of_s)} of host code per step, with waits for a CPU"
         return f"{whole}, {format_duration(self.s)} are {self.place}."
 
     @property
@@ -236,6 +236,7 @@ class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
 
     def describe(self, verdict: Verdict) -> list[str]:
         share = format_percent(self.detectable_s / self.step_s if self.step_s else 0.0)
+        share += f" of {format_duration(self.step_s)}" if self.step_s else ""
         when = f"since step {self.since_step}" if self.since_step else f"in {self.steps} steps"
         return [
             f"No slow rank {when}{_CLOCKS[self.by]}.",

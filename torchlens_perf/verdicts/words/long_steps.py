@@ -53,14 +53,10 @@ class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
         several = len(self.long["steps"]) > 1
         share = f"{total} in total, {share}" if several else share
         if verdict.rank is not None:
-            each = " each time" * several
-            where = (
-                f", which was mostly in {phase_name(self.long['part'])}"
-                if self.long["part"]
-                else ""
-            )
-            who = f"{self._others} waited {more}{each} for rank {verdict.rank}{where}"
-            return [f"{self._which_stalled}: {who} ({share})."]
+            each, part = " each time" * several, self.long["part"]
+            where = f", which was mostly in {phase_name(part)}" if part else ""
+            who = f"{self._others} waited {more}{each} ({share}) for rank {verdict.rank}"
+            return [f"{self._which_stalled}: {who}{where}."]
         takes = "takes" if self.long["period"] or self.long["count"] == 1 else "take"
         each = " on average" * (self.long["count"] > 1)
         return [f"{self._which} {takes} {more} longer{each} ({self._why}): {share}."]
@@ -165,7 +161,7 @@ def _choose_action(
     if stalling is not None:
         return (
             f"see what rank {stalling} does in {'these steps' if several else 'this step'}: wrap parts"
-            " in perf.section(), and look at its storage and its other programs."
+            " in perf.section(), and look at the storage and the other programs of its host."
         )
     if others:
         return "see what the other processes do on the GPU: nvidia-smi pmon."

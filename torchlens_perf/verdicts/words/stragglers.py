@@ -427,7 +427,7 @@ def _compare_times(slow: StragglerEvidence, phase: str | None, it: str) -> str:
         )
     if phase in _COMPUTING:
         return f"{it} computes {mine} per step, {others} {theirs}"
-    return f"{its} step without comm wait takes {mine}, on {others} {theirs}"
+    return f"{its} step without comm wait and CPU contention takes {mine}, on {others} {theirs}"
 
 
 def _compute_confidence(episode: Episode) -> float:
