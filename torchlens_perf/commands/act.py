@@ -14,7 +14,7 @@ ACT = Command(
     summary="report slow nodes to a scheduler or a webhook; sends nothing without --send",
     description=(
         "Send the nodes that verdicts on slow ranks name to a scheduler or a webhook. Each finding is sent once to each"
-        " target, also if the job restarts. RUN/actions.jsonl has what was sent, to whom and why."
+        " target, even if the job restarts. RUN/actions.jsonl has what was sent, to whom and why."
     ),
     arguments=(
         argument("run", nargs="?", type=Path, help="default: the newest run here"),

@@ -138,7 +138,7 @@ def _describe_gain(asked: list[Change], found: PredictedChange, mean_s: float) -
     now, after, gain, low, high = (text for each in (steps, gains, bounds) for text in each.texts())
     return (
         f"If {' and '.join(clauses)}, a step would take {after} {steps.unit} instead of {now}"
-        f" {steps.unit}: {gain} {steps.unit} {less} ({format_percent(sign * found.share)}; between {low} and"
+        f" {steps.unit}: {gain} {steps.unit} {less} ({format_percent(sign * found.share)}; at least {low}, at most"
         f" {high} {steps.unit})."
     )
 

@@ -98,8 +98,10 @@ def _describe_step(step: Change, is_one_each: bool) -> str:
             else f". Whether it changed is not known: these runs can only show changes of {smallest} or more."
         ),
     }
-    times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"
-    return f"{times}: {format_change(step.share)}{certainty[step.outcome]}"
+    return (
+        f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after:"
+        f" {format_change(step.share)}{certainty[step.outcome]}"
+    )
 
 
 def describe_verdict_change(compared: Comparison, change: VerdictChange) -> str:

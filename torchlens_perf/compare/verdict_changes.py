@@ -78,4 +78,5 @@ def _list_problems(report: Report) -> dict[Key, Headline]:
 
 def _describe(head: Headline) -> str:
     facts = [fact_text(*fact) for fact in head.facts if fact[0] not in _NOT_SHOWN]
-    return f"{head.status} {', '.join(filter(None, (*facts, head.short_cost)))}".rstrip()
+    cost = f"costs {head.short_cost}" if head.short_cost else ""
+    return f"{head.status} {', '.join(filter(None, (*facts, cost)))}".rstrip()

@@ -544,7 +544,7 @@ class TestNoSlowRank:
         assert (
             verdict.sentence
             == "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step"
-            " (3.0% of 100 ms)."
+            " (3.0% of a step of 100 ms)."
         )
         assert verdict.evidence == NoSlowRankEvidence(
             detectable_s=0.003, compared=8, steps=200, step_s=0.1, by="host"

@@ -236,7 +236,7 @@ class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
 
     def describe(self, verdict: Verdict) -> list[str]:
         share = format_percent(self.detectable_s / self.step_s if self.step_s else 0.0)
-        share += f" of {format_duration(self.step_s)}" if self.step_s else ""
+        share += f" of a step of {format_duration(self.step_s)}" if self.step_s else ""
         when = f"since step {self.since_step}" if self.since_step else f"in {self.steps} steps"
         return [
             f"No slow rank {when}{_CLOCKS[self.by]}.",
