@@ -212,7 +212,7 @@ def run_check(fault: str, node: int, seconds: float, keep: Path | None) -> dict[
             else {"verdicts": [], "exit_code": None}
         )
         if keep and result.exists():
-            keep.mkdir(exist_ok=True)
+            keep.parent.mkdir(exist_ok=True)
             shutil.copy(result, keep)
     texts = [each["text"] for each in found["verdicts"]]
     wall_s = round(time.monotonic() - begin_s, 1)

@@ -71,7 +71,7 @@ def test_parts_add_up_to_the_step(runs: Path) -> None:
 
 def test_one_run_of_each_side_has_one_note(runs: Path) -> None:
     compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
-    assert sum("noise between runs is assumed" in note for note in compared.notes) == 1
+    assert sum("how much equal runs differ is not measured" in note for note in compared.notes) == 1
     assert any(note.startswith("one run before and one run after: ") for note in compared.notes)
     assert not compared.list_changed(*Kind)
 

@@ -13,8 +13,8 @@ ACT = Command(
     name="act",
     summary="report slow nodes to a scheduler or a webhook; sends nothing without --send",
     description=(
-        "Send the nodes that verdicts on slow ranks name to a scheduler or a webhook. Each finding is sent once to each"
-        " target, even if the job restarts. RUN/actions.jsonl has what was sent, to whom and why."
+        "Report nodes that are named in verdicts on slow ranks to a scheduler or a webhook. Each finding"
+        " is sent once to each target, even if the job restarts. RUN/actions.jsonl has what was sent, to whom and why."
     ),
     arguments=(
         argument("run", nargs="?", type=Path, help="default: the newest run here"),

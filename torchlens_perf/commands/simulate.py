@@ -133,7 +133,7 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
     run.create()
     note = (
         f"simulated with {' '.join(f'--fault {each}' for each in options.fault) or 'no fault'}"
-        f"{' (shares of its usual work)' * bool(options.fault)};"
+        f"{' (share: how much more work)' * bool(options.fault)};"
         f" noise of {options.noise * 20:g}% of a step, seed {options.seed}"
     )
     device = None

@@ -144,9 +144,8 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
         f"one run {name}" for name, side in (("before", before), ("after", after)) if len(side) == 1
     ]
     notes += [
-        f"{' and '.join(alone)}: the noise between runs is assumed to be"
-        f" {_assume_spread((*before, *after)):.0%} of the step."
-        " Record 5 runs or more of each side to measure how much they differ"
+        f"{' and '.join(alone)}: how much equal runs differ is not measured, and assumed to be"
+        f" {_assume_spread((*before, *after)):.0%} of a typical step. Record 5 runs or more of each side"
     ] * bool(alone)
     return Comparison(
         before,
