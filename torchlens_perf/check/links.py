@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
+from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
 from torchlens_perf.check.figures import TRANSFERS, RankFigures
 from torchlens_perf.check.judge import LINK, SPREAD_FACTOR, Outlier, build_verdict, find_floor
 from torchlens_perf.check.tournament import Pair, Transfer
@@ -54,12 +55,11 @@ class Rates:
         if not alike:
             return
         self.usual = float(np.quantile([*self.rates.values()], _USUAL))
-        # The best of several rates varies about as much as it differs from the second best.
         noise = [
-            math.log(self.rates[pair] / sorted(each.bytes_per_s for each in rows)[-2])
-            for pair, rows in alike.items() if len(rows) > 2
+            math.log(each.bytes_per_s / self.rates[pair])
+            for pair, rows in alike.items() for each in rows if len(rows) > 2
         ]  # fmt: skip
-        spread = median(noise) if noise else 0.0
+        spread = robust_standard_deviation(np.array(noise)) if noise else 0.0
         # Most pairs are good if only single links are bad, so the median is the usual rate, too.
         middle = median(self.rates.values())
         most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
