@@ -44,7 +44,7 @@ def test_port_that_is_bad_in_one_direction_is_named_with_it(nodes: int) -> None:
 
 
 def test_port_that_loses_segments_is_named_with_the_share() -> None:
-    slower = {1: 0.9}
+    slower = {1: 0.5}
     network = Network(4, sends=slower, receives=slower, loses={1: 0.05}, seconds=2.0)
     (found,) = network.judge()
 

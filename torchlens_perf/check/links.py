@@ -63,11 +63,11 @@ class Rates:
         # Most pairs are good if only single links are bad, so the median is the usual rate, too.
         middle = median(self.rates.values())
         most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
-        # A link that loses segments and is as fast as others harms no job.
+        # A link that loses segments and is about as fast as others harms no job.
         lossy = {
             pair
             for pair, share in self.lost.items()
-            if share > most_lost and self.rates[pair] < middle
+            if share > most_lost and self.rates[pair] < middle / math.sqrt(floor)
         }
         least = self.usual / max(floor, math.exp(SPREAD_FACTOR * spread))
         self.bad = lossy | {pair for pair, rate in self.rates.items() if rate < least}
