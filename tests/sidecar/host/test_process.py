@@ -76,6 +76,21 @@ def test_other_process_on_the_ranks_cpu_is_reported(tmp_path: Path) -> None:
         assert newest["gc_share"] == newest["disk_wait_share"] == 0.0
 
 
+def test_rank_that_has_ended_is_still_one_of_the_job(tmp_path: Path) -> None:
+    """A rank that ends before another one is no program outside of the job."""
+    cpu = min(os.sched_getaffinity(0))
+    with start_busy_process(cpu) as rank, start_busy_process(cpu) as ended:
+        signals = HostMetrics(make_proc_folder(tmp_path / "proc", rank, ended))
+        for _ in range(5):
+            signals.take_signals({rank: 0, ended: 0}, time.monotonic())
+            time.sleep(0.6)
+            signals.busiest_programs(rank)
+        signals.take_signals({rank: 0}, time.monotonic())
+        owners = {each.pid: each.owner for each in signals.busiest_programs(rank)}
+
+    assert owners == {rank: RANK, ended: RANK}
+
+
 def test_rank_itself_is_not_reported_as_busiest_other_process() -> None:
     cpu = min(os.sched_getaffinity(0))
     with start_busy_process(cpu) as rank, start_busy_process(cpu):

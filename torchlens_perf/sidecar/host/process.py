@@ -68,7 +68,7 @@ class HostMetrics:
         self._cpu_folder = cpus
         self._processes: dict[int, _SampledProcess] = {}
         self._neighbours = CpuNeighbours(proc)
-        # The owners of all programs of the job by pid, also of ranks that have ended.
+        # The owners by pid of this process and of all ranks, also of those that have ended.
         self._owners = {os.getpid(): SIDECAR}
         self._samples_neighbours = False
         self._disk_wait_s = float("-inf")
@@ -123,10 +123,12 @@ class HostMetrics:
 
     def busiest_programs(self, pid: int) -> list[CpuProgram]:
         """Return the programs that recently used this process's CPUs, the busiest first."""
-        for each in self._processes.values():
-            self._owners |= {each.pid: RANK, **dict.fromkeys(each.children, CHILD)}
-        cpus = self._processes.get(pid, _UNKNOWN).cpus
-        return self._neighbours.busiest_programs(cpus, self._owners)
+        self._owners |= dict.fromkeys(self._processes, RANK)
+        # Children come and go, and their numbers may be other programs' later.
+        children = {child: CHILD for each in self._processes.values() for child in each.children}
+        return self._neighbours.busiest_programs(
+            self._processes.get(pid, _UNKNOWN).cpus, children | self._owners
+        )
 
     def sharing_ranks(self, pid: int) -> int:
         """Return the number of ranks that may use CPUs of this process, including itself."""
