@@ -179,15 +179,14 @@ def replace_private_file(
 ) -> None:
     """Write content to a file of create_private_file(), atomically. Raise OSError.
 
-    Until then the content is in a hidden file in the same folder, which an error removes.
+    Until then the content is in a hidden file in the same folder, which any exception removes.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         write_private_file(partial, content, like)
         os.replace(partial, path)
-    except OSError:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def write_all(file: io.RawIOBase | io.FileIO, content: bytes | memoryview) -> None:
