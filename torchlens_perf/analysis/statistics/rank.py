@@ -426,6 +426,10 @@ class DurationRangeSums:
     lines: dict[str, int] = field(default_factory=dict)
     """Number of stack samples in each part and line, see stack_samples.find_parts()."""
 
+    @property
+    def gaps_s_per_step(self) -> dict[str, float]:
+        return {gap: sum_ns / self.steps / 1e9 for gap, sum_ns in self.gaps.items()}
+
     def merge(self, other: DurationRangeSums) -> None:
         self.steps += other.steps
         self.forward_ns += other.forward_ns

@@ -45,7 +45,7 @@ def build_rank_row(rank: int, process: ProcessState, last: LastArrivals | None =
             # While workers load the data, the main process only waits for them.
             if not (line.startswith("data") and loader is not None and loader.workers)
         },
-        "host_gaps": {gap: sum_ns / sums.steps / 1e9 for gap, sum_ns in sums.gaps.items()},
+        "host_gaps": sums.gaps_s_per_step,
         "loader_period_s": process.facts.loader_period_ns / 1e9 or None,
         "phases": {} if typical is None else build_phases(statistics, typical),
         "other_threads": other_thread_times(statistics),

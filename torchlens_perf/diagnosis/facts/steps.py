@@ -67,9 +67,9 @@ def measure_run(steps: Steps, processes: dict[int, ProcessState]) -> RunLength:
 def _mean_host_gaps(ranks: list[RankStatistics]) -> dict[str, float]:
     """Return the mean over the ranks of each gap between phases in a typical step, largest first."""
     found = Counter[str]()
-    for typical in [each.sums_of_typical_steps() for each in ranks]:
-        for gap, sum_ns in typical.gaps.items():
-            found[gap] += sum_ns / typical.steps / len(ranks) / 1e9  # type: ignore[assignment]
+    for each in ranks:
+        for gap, gap_s in each.sums_of_typical_steps().gaps_s_per_step.items():
+            found[gap] += gap_s / len(ranks)  # type: ignore[assignment]
     return dict(found.most_common())
 
 
