@@ -99,7 +99,7 @@ class Ranks:
         os._exit(UNKNOWN)
 
     def close(self) -> None:
-        """Leave the other ranks. All ranks call this, so that rank 0's store outlives its users."""
+        """Wait for all ranks, then leave them. Until then, rank 0's store has users."""
         self._is_over.set()
         self._beats.join()
         dist.barrier()

@@ -34,6 +34,8 @@ _PHASES = {
 }
 _PLACES = ("phase", "in", "bound by", "module", "modules")
 """Names of facts on the place of a verdict in the step."""
+_BY_MEAN_STEP = ("straggler", "long_steps")
+"""Kinds of verdicts whose cost is a share of a mean step."""
 _STEP_WORDS = {"died": "after", "out_of_memory": "in"}
 """How the step of a single event is introduced."""
 
@@ -209,9 +211,8 @@ def _describe_step(row: Verdict) -> str:
     """Return the step of which a cost per step is a share. Verdicts rest on different steps."""
     if not row.cost_s_per_step or not row.cost_share:
         return "step time"
-    which = "a mean step" if row.kind in ("straggler", "long_steps") else "a step"
-    which = "a typical step" if row.evidence.is_of_run else which
-    return f"{which} of {format_duration(row.cost_s_per_step / row.cost_share)}"
+    which = "typical " if row.evidence.is_of_run else "mean " * (row.kind in _BY_MEAN_STEP)
+    return f"a {which}step of {format_duration(row.cost_s_per_step / row.cost_share)}"
 
 
 def _status_and_severity(row: Verdict) -> tuple[str, str]:
