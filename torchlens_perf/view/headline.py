@@ -211,7 +211,7 @@ def _describe_step(row: Verdict) -> str:
     """Return the step of which a cost per step is a share. Verdicts rest on different steps."""
     if not row.cost_s_per_step or not row.cost_share:
         return "step time"
-    which = "typical " if row.evidence.is_of_run else "mean " * (row.kind in _BY_MEAN_STEP)
+    which = "typical " if row.evidence.is_of_run else "mean " * (row.traits.name in _BY_MEAN_STEP)
     return f"a {which}step of {format_duration(row.cost_s_per_step / row.cost_share)}"
 
 
