@@ -106,7 +106,7 @@ def test_step_times_own_times_and_shares_equal_the_recorded_ones(run: RunDirecto
     [
         ({"data": 5, "forward": 5}, "data_bound", "data", "a batch"),
         ({"forward": 5, "communication": 5}, "communication_bound", "communication", "operations"),
-        ({"forward": 5, "host": 5}, "host_bound", "host", "perf.section()"),
+        ({"forward": 5, "host": 5}, "host_bound", "host", "torchlens_perf.section("),
         (
             {"forward": 19, "host": 1},
             "compute_bound",

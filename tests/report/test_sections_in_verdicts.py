@@ -146,7 +146,7 @@ def test_verdict_has_two_sections_that_share_the_step(run: RunDirectory) -> None
     text = first(report_on(run, loop))
 
     with_sections = r'with the sections "load" \(1[78]\.\d ms\) and "log" \(1[34]\.\d ms\),'
-    assert re.match(rf"Host code, {with_sections} takes 98% ", text)
+    assert re.match(rf"Host code between the phases, {with_sections} takes 98% ", text)
     assert 'Next: make section "load" cheaper' in text
 
 
@@ -176,7 +176,7 @@ def test_section_inside_a_phase_does_not_count_as_host_code(run: RunDirectory) -
         loop.end_step()
     text = first(report_on(run, loop))
 
-    assert text.startswith("Host code takes 60% (12.0 ms)")
+    assert text.startswith("Host code between the phases takes 60% (12.0 ms)")
     assert "attention" not in text
 
 

@@ -106,8 +106,9 @@ COMMAND = Command(
     name="query",
     summary="run SQL on the tables of runs",
     description=(
-        f"Run SQL on runs. Tables: {', '.join(TABLES)}, and only with DuckDB verdicts, iterations and samples. Each has"
-        " a column `run`; docs/reference/run-directory.md describes the others. Examples: docs/guides/queries.md."
+        f"Run SQL on runs. Tables: {', '.join(TABLES)}, and only with DuckDB verdicts, iterations and samples. Each"
+        " table has a column `run`; docs/reference/run-directory.md describes the other columns. Examples:"
+        " docs/guides/queries.md."
     ),
     arguments=(
         argument(

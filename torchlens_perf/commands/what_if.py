@@ -114,7 +114,7 @@ def _print_gains(lost: LostTime, found: list[PredictedChange], asked: list[Chang
         table = build_gain_table(found, lost.step_s)
         print_lines(lambda width: noted_table_lines(table, width, len(found)), sys.stdout)
     print(
-        "A replay without changes reproduces the recorded steps within"
+        "A replay without any change differs from the recorded steps by"
         f" {format_percent(lost.drift_share)}."
     )
 
@@ -159,7 +159,7 @@ COMMAND = Command(
     summary="predict the step time after a change",
     description=(
         "Predict by how much a mean step gets shorter after changes, by replaying the recorded"
-        " steps. Several changes are made together. If none is given, the most valuable changes"
+        " steps. If you give several changes, they are predicted together. If none, the most valuable changes"
         " are shown."
     ),
     epilog=_HELP,

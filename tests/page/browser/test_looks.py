@@ -99,6 +99,18 @@ def test_tables_and_charts_fit_a_printed_page(tab_of: TabOf, device_file: Path) 
     assert max(widths) <= 718
 
 
+def test_a_printed_page_shows_the_advice_of_each_finding(tab_of: TabOf, tmp_path: Path) -> None:
+    run = recorded(tmp_path, FAULT, "constant:rank=1,share=0.2")
+    tab = tab_of(written(tmp_path, "printed", gather_contents(run))).open()
+    shown = (
+        "[...document.querySelectorAll('details.verdict > p')].map(each => each.checkVisibility())"
+    )
+    assert not any(on_screen := tab.value(shown))
+    assert on_screen
+    tab.page.emulate_media(media="print")
+    assert all(tab.value(shown))
+
+
 def test_elements_do_not_overlap_on_desktop_and_phone(tab_of: TabOf, wide_file: Path) -> None:
     """Headings, words, tables and charts are checked."""
     for phone in (False, True):

@@ -674,7 +674,11 @@ def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
 @pytest.mark.parametrize(
     ("parts", "kind", "next_words"),
     [
-        ({"data": 2.0, "host": 6.0}, "host_bound", "wrap parts in perf.section()"),
+        (
+            {"data": 2.0, "host": 6.0},
+            "host_bound",
+            'time parts of it with torchlens_perf.section("name").',
+        ),
         ({"data": 6.0, "host": 2.0}, "data_bound", "a batch"),
         ({"data": 2.0}, "compute_bound", "times its modules"),
         ({"data": 3.5}, "compute_bound", "a batch"),
@@ -783,7 +787,7 @@ class TestOnADevice:
         assert (verdict.kind, verdict.cost_share) == ("not_known", None)
         assert verdict.sentence.startswith(
             "What limits the step is not known: the work is on a device (xpu), and only host time"
-            " was recorded. By the host's clock, host code takes 73% (40.0 ms) of a typical step,"
+            " was recorded. By the host's clock, host code between the phases takes 73% (40.0 ms) of a typical step,"
             " but the host may be waiting for the device there."
         )
 
@@ -825,8 +829,8 @@ class TestOnADevice:
             [("Net", True, False), ("blocks.0", False, True)],
             True,
             (
-                "look at the code of Net's own forward(), outside of its modules: wrap parts in"
-                " perf.section()."
+                "look at the code of Net's own forward(), outside of its modules: time parts of it"
+                ' with torchlens_perf.section("name").'
             ),
         ),
         (

@@ -767,8 +767,8 @@ _ADVICE = {
         " rank does alone, other programs on their CPUs."
     ),
     "host": (
-        "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
-        " perf.section()."
+        "look at what runs between the phases (logging, .item(), zero_grad, Python): time parts of it"
+        ' with torchlens_perf.section("name").'
     ),
     "launches": "issue fewer and larger kernels: torchlens-perf capture shows the small ones.",
     "compiled_launches": (
@@ -783,7 +783,7 @@ _LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "CPU contention", "cpu")
 _WAITS = (
     TimeShare("data_bound", "data", 0.0, "Data loading", "data", code="data"),
     TimeShare("communication_bound", "communication", 0.0, "Comm wait", "communication"),
-    TimeShare("host_bound", "host", 0.0, "Host code", "host", code="host"),
+    TimeShare("host_bound", "host", 0.0, "Host code between the phases", "host", code="host"),
 )
 _FOR_RANKS = TimeShare(
     "communication_bound", "communication", 0.0, "Waiting for other ranks", "ranks"

@@ -108,7 +108,10 @@ class LargestGap(Struct, frozen=True):
     @property
     def action(self) -> str:
         usual = _USUAL.get(self.at, "logging, .item(), zero_grad, Python")
-        return f"look at what runs {self.place} ({usual}): wrap parts in perf.section()."
+        return (
+            f"look at what runs {self.place} ({usual}): time parts of it with"
+            ' torchlens_perf.section("name").'
+        )
 
 
 class SampledLines(Struct, frozen=True):

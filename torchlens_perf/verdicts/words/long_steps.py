@@ -160,8 +160,9 @@ def _choose_action(
     stalling, at = find_stalling_rank(long), _newest_step_numbers(long)
     if stalling is not None:
         return (
-            f"see what rank {stalling} does in {'these steps' if several else 'this step'}: wrap parts"
-            " in perf.section(), and look at the storage and the other programs of its host."
+            f"see what rank {stalling} does in {'these steps' if several else 'this step'}: time parts"
+            ' of it with torchlens_perf.section("name"), and look at the storage and the other programs'
+            " of its host."
         )
     if others:
         return "see what the other processes do on the GPU: nvidia-smi pmon."
@@ -211,7 +212,7 @@ def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
         "communication": (
             f"see what differs in {at}: perhaps all ranks exchange data, or one rank does other work."
         ),
-        "host": f"see what the loop does in {at}: wrap parts in perf.section().",
+        "host": f'see what the loop does in {at}: time parts of it with torchlens_perf.section("name").',
         "": f"see what differs in {at}, and what else the loop does than to replay the graph.",
         "tool": (
             "if the loop requests results (w.summary(), w.step_table(), a display), do so less"

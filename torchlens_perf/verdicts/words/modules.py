@@ -40,8 +40,8 @@ def computing_action(report: Facts) -> str:
     )
     if rows[0]["is_root"] and len(rows) > 1:
         return (
-            f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in"
-            " perf.section()."
+            f"look at the code of {name}'s own forward(), outside of its modules: time parts of"
+            ' it with torchlens_perf.section("name").'
         )
     if not rows[0]["is_root"]:
         return f"look first at {name}, {most}{_deeper(rows[0])}."
