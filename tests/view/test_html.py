@@ -98,6 +98,14 @@ def test_verdict_line_has_status_facts_and_cost_in_its_summary() -> None:
     assert words.endswith("22.9 ms per step = 27% of step time")
 
 
+def test_verdict_line_shows_the_sentence_once() -> None:
+    without_facts = dataclasses.replace(SLOW, facts=())
+    for headline in (SLOW, without_facts):
+        words = text_of(build_verdict_line(headline, "verdict-2"))
+        assert words.count(SLOW.sentence) == 1
+        assert "Next: profile it." in words
+
+
 def test_further_rows_of_a_table_are_hidden_behind_a_checkbox() -> None:
     made = build_table(RANKS)
     rows = list(made.iter("tr"))[1:]

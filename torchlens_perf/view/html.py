@@ -70,7 +70,8 @@ def build_verdict_line(headline: Headline, key: str, *more: Child) -> Element:
     return tag(
         "details",
         summary,
-        _build_advice(headline),
+        # Without facts, the line has the sentence.
+        _build_advice(headline)[not facts :],
         *more,
         class_=f"verdict {headline.severity}",
         id=key,
