@@ -307,7 +307,7 @@ COMMAND = Command(
     name="simulate",
     summary="simulate a run with planted faults, and report on it",
     description=(
-        "Simulate training with planted faults, and report on it. Noise is taken from recorded"
+        "Simulate training with planted faults, and report on it. Step times vary as in recorded"
         " runs."
     ),
     epilog=_EXAMPLES,

@@ -702,11 +702,13 @@ def _describe_starved_part(found: StepBreakdown) -> str:
     if parts_s[part] < _WASTE_FIRST * found.step_s:
         return ""
     is_generation = part == "forward" and found.passes_s >= _MOST * parts_s[part]
-    name = f"{phase_name(part)}{', mostly without gradients,' * is_generation}"
+    where = (
+        ", mostly without gradients," if is_generation else " between the phases" * (part == "host")
+    )
+    name = f"{phase_name(part)}{where}"
     waits = format_percent(found.lack_by_part_s[part] / parts_s[part])
-    takes = f"takes {format_percent(parts_s[part] / found.step_s)} of the step"
-    took = format_duration(parts_s[part])
-    return f"{name[0].upper()}{name[1:]} {takes} ({took}, of which {waits} waited for a CPU)."
+    takes = f"takes {format_percent(parts_s[part] / found.step_s)} of the step ({format_duration(parts_s[part])}"
+    return f"{name[0].upper()}{name[1:]} {takes}, of which {waits} waited for a CPU)."
 
 
 def _break_down_host_step(report: Facts) -> StepBreakdown:
