@@ -86,7 +86,9 @@ def test_verdicts_of_a_job_say_what_the_check_measured_at_the_same_place(
 
 
 @pytest.mark.parametrize("text", ["{}", '{"notes": {"node-1/0": 5}}', None])
-def test_damaged_file_of_a_check_adds_nothing(tmp_path: Path, text: str | None) -> None:
+def test_damaged_file_of_a_check_adds_nothing_and_hides_no_other(
+    tmp_path: Path, text: str | None
+) -> None:
     path = tmp_path / "check-00000000.json"
     if text is None:
         os.mkfifo(path)
@@ -97,3 +99,8 @@ def test_damaged_file_of_a_check_adds_nothing(tmp_path: Path, text: str | None) 
     add_last_check(tmp_path, report)
 
     assert report["verdicts"] == [verdict_on("straggler", 0)]
+    later = tmp_path / "check-00000001.json"
+    later.write_text('{"notes": {"node-1/0": "It was slow."}}')
+    os.utime(path, (1, 1))
+    add_last_check(tmp_path, report)
+    assert report["verdicts"][0].notes == ("It was slow.",)

@@ -20,14 +20,16 @@ def add_last_check(folder: Path, report: Report) -> None:
     """
     notes: dict[str, str] = {}
     # Other users may write to the folder, also what would block or spoil the report.
-    with contextlib.suppress(OSError, *DAMAGED_DATA):
+    with contextlib.suppress(OSError):
         for path in sorted(folder.glob("check-*.json"), key=lambda each: each.lstat().st_mtime):
-            notes |= msgspec.convert(
-                msgspec.json.decode(ownership.read_regular_file(path, 1 << 24))["notes"],
-                dict[str, str],
-            )
+            with contextlib.suppress(OSError, *DAMAGED_DATA):
+                notes |= msgspec.convert(
+                    msgspec.json.decode(ownership.read_regular_file(path, 1 << 24))["notes"],
+                    dict[str, str],
+                )
     places = {row["rank"]: f"{row['host']}/{row['local_rank']}" for row in report["ranks"]}
     for index, each in enumerate(report["verdicts"]):
-        place = " ".join(places.get(rank, "") for rank in each.ranks)
-        if each.kind in ("straggler", "slow_link") and (note := notes.get(place)):
+        if each.kind in ("straggler", "slow_link") and (
+            note := notes.get(" ".join(places.get(rank, "") for rank in each.ranks))
+        ):
             report["verdicts"][index] = structs.replace(each, notes=(*each.notes, note))
