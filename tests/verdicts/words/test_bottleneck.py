@@ -574,7 +574,7 @@ def test_lack_of_a_cpu_for_half_of_the_time_is_the_bottleneck() -> None:
     assert verdicts[0].kind == "lack_of_cpu"
     assert verdicts[0].sentence.startswith(
         "CPU contention takes 50% (16.0 ms) of a typical step of 32.0 ms; apart from it, computing 44% (14.0"
-        " ms). The forward pass takes 62% of the step (20.0 ms, of which 80% waited for a CPU)."
+        " ms). The forward pass takes 20.0 ms, 62% of the step; for 80% of that time, it waited for a CPU."
         " Next: see what "
     )
 
@@ -597,7 +597,7 @@ def test_longest_part_is_named_where_all_waits_for_a_cpu_are_the_bottleneck() ->
 
     assert verdict.text == (
         "CPU contention takes 40% (10.0 ms) of a typical step of 25.0 ms; apart from it, computing 52% (13.0 ms)."
-        " The optimizer takes 44% of the step (11.0 ms, of which 91% waited for a CPU)."
+        " The optimizer takes 11.0 ms, 44% of the step; for 91% of that time, it waited for a CPU."
     )
 
 

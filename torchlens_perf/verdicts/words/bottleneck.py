@@ -707,8 +707,8 @@ def _describe_starved_part(found: StepBreakdown) -> str:
     )
     name = f"{phase_name(part)}{where}"
     waits = format_percent(found.lack_by_part_s[part] / parts_s[part])
-    takes = f"takes {format_percent(parts_s[part] / found.step_s)} of the step ({format_duration(parts_s[part])}"
-    return f"{name[0].upper()}{name[1:]} {takes}, of which {waits} waited for a CPU)."
+    takes = f"takes {format_duration(parts_s[part])}, {format_percent(parts_s[part] / found.step_s)} of the step"
+    return f"{name[0].upper()}{name[1:]} {takes}; for {waits} of that time, it waited for a CPU."
 
 
 def _break_down_host_step(report: Facts) -> StepBreakdown:
