@@ -9,8 +9,8 @@ import pytest
 from tests.check.simulated_network import Network
 from tests.check.test_judge import subjects
 from torchlens_perf.check.figures import RankFigures
-from torchlens_perf.check.links import judge_links
-from torchlens_perf.check.tournament import make_circle
+from torchlens_perf.check.links import Rates, judge_links
+from torchlens_perf.check.tournament import Transfer, make_circle
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 33])
@@ -57,6 +57,18 @@ def test_link_that_loses_segments_and_is_as_fast_as_others_has_no_verdict() -> N
     network = Network(4, links=slower, loses={1: 0.05}, seconds=2.0)
 
     assert network.judge() == []
+
+
+@pytest.mark.parametrize(("rate", "is_bad"), [(0.48, False), (0.4, True)])
+def test_link_that_loses_segments_is_bad_if_it_is_slower_than_links_without_losses(
+    rate: float, is_bad: bool
+) -> None:
+    """On a busy node, links without losses are as slow."""
+    rates = [1.0] * 15 + [0.45] * 4
+    rows = [Transfer(0, at, each, 0.0) for at, each in enumerate(rates, 1)]
+    lossy = Transfer(0, 20, rate, 0.015)
+
+    assert Rates([*rows, lossy] * 3, 3.0).bad == ({(0, 20)} if is_bad else set())
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 8, 40])

@@ -63,11 +63,14 @@ class Rates:
         # Most pairs are good if only single links are bad, so the median is the usual rate, too.
         middle = median(self.rates.values())
         most_lost = max(_MOST_LOST, 3 * float(np.quantile([*self.lost.values()], 1 - _USUAL)))
-        # A link that loses segments and is about as fast as others harms no job.
+        lossless = sorted(rate for pair, rate in self.rates.items() if self.lost[pair] <= most_lost)
+        # A link that loses segments harms no job if it is about as fast as others, or as those that
+        # are the slowest without losses.
+        harmless = min(middle / math.sqrt(floor), lossless[len(lossless) // 10])
         lossy = {
             pair
             for pair, share in self.lost.items()
-            if share > most_lost and self.rates[pair] < middle / math.sqrt(floor)
+            if share > most_lost and self.rates[pair] < harmless
         }
         least = self.usual / max(floor, math.exp(SPREAD_FACTOR * spread))
         self.bad = lossy | {pair for pair, rate in self.rates.items() if rate < least}
@@ -153,7 +156,6 @@ def _build_link_verdict(
     first, hosts = parts[0], {each.rank: each.host for each in everyone}
     ranks = sorted(rank for part in parts for rank in part.ranks)
     names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    mates = [rank for rank, host in hosts.items() if host in names]
     switches = {each.switch for each in everyone if each.rank in ranks}
     pairs = frozenset[Pair]().union(*(part.pairs for part in parts))
     if first.other is not None:
@@ -167,12 +169,20 @@ def _build_link_verdict(
         switch = f"switch {switches.pop()}" if is_known else "the connection to other nodes"
         subject = f"{switch} of nodes {', '.join(names)}"
     else:
-        where = f"node {names[0]}" if ranks == mates else f"{format_rank_list(ranks)} ({names[0]})"
+        where = (
+            f"node {names[0]}"
+            if ranks == [rank for rank, host in hosts.items() if host in names]
+            else f"{format_rank_list(ranks)} ({names[0]})"
+        )
         subject = f"the port of {where}"
     if first.other is None and first.sends != first.receives:
         subject += ", sending only" if first.sends else ", receiving only"
     lost = max(rates.lost[pair] for pair in pairs)
     reason = f"TCP sent {format_percent(lost)} of the segments again" if lost > _MOST_LOST else ""
-    whose = f"in the upper quartile of {len(rates.rates)} directions of pairs"
-    outlier = Outlier(TRANSFERS, median(rates.rates[pair] for pair in pairs), rates.usual, whose)
+    outlier = Outlier(
+        TRANSFERS,
+        median(rates.rates[pair] for pair in pairs),
+        rates.usual,
+        f"in the upper quartile of {len(rates.rates)} directions of pairs",
+    )
     return build_verdict(LINK, subject, ranks, [outlier], reason)
