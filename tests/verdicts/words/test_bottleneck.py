@@ -512,6 +512,22 @@ def test_long_steps_of_one_kind_are_one_verdict() -> None:
     assert long.sentence.startswith("One step in 40 takes 50.0 ms longer on average")
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_named"), [("garbage collection", True), ("sampled backward pass", False)]
+)
+def test_costly_garbage_collections_are_named_while_a_rank_is_slow(
+    kind: str, is_named: bool
+) -> None:
+    """The cost of the slow rank is that of its usual steps."""
+    loop = [{**BASE, "forward": 90.0 if at % 20 == 9 else 4.0} for at in range(200)]
+    report = report_on(loop, loop)
+    (long,) = report["steps"]["long"]
+    report["steps"]["long"] = [{**long, "kinds": [kind]}]
+    found = build_step_verdicts(cast("Any", report), waits_explained=True)
+
+    assert ("long_steps" in [each.kind for each in found]) is is_named
+
+
 def test_rollouts_of_two_lengths_are_periodic_although_old_steps_are_not_listed() -> None:
     loop = [dict(BASE) for _ in range(640)]
     for step in range(16, 640, 16):

@@ -85,8 +85,9 @@ _SOME_LACK, _SAMPLED_LACK = 0.05, 0.25
 _MAX_LONG = 2
 # The smallest number of steps that counts as a kind of steps.
 _FEWEST = 5
-_NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
-"""Kinds of long steps that are not reported while a rank is slow."""
+_NOT_A_CAUSE = ("sampled backward pass",)
+"""Kinds of long steps that are not reported while a rank is slow. (The cost of garbage collections is
+not in that of the rank, which is that of usual steps.)"""
 _GAP = ("data", "host")
 # A device that is behind its host by this share of a step, at the ends of passes, has work queued
 # until the next pass is issued.
