@@ -21,6 +21,10 @@ from torchlens_perf.version import VERSION
 from torchlens_perf.view.headline import build_headlines, list_current
 
 MAX_RUNS, MAX_ROWS = 50, 200
+_OF_RUN, _OF_RANK = (
+    ("program", "state", "live", "started", "world_size"),
+    ("rank", "host", "state", "steps", "step_s", "typical", "account", "phases", "memory"),
+)
 _INSTRUCTIONS = (
     "Performance records of PyTorch jobs by torchlens_perf. Call list_runs first. Costs are shares of the"
     " job's step, times are seconds. null means not measured."
@@ -52,18 +56,7 @@ class RunTools:
         """Return the time of a rank's typical step by parts, and the times of its phases."""
         for row in self._load(run)["ranks"]:
             if row["rank"] == rank:
-                kept = (
-                    "rank",
-                    "host",
-                    "state",
-                    "steps",
-                    "step_s",
-                    "typical",
-                    "account",
-                    "phases",
-                    "memory",
-                )
-                return {name: to_json_types(row[name]) for name in kept}
+                return {name: to_json_types(row[name]) for name in _OF_RANK}
         raise ToolError(f"run {run} has no rank {rank}")
 
     def compare(self, before: str, after: str) -> dict[str, Any]:
@@ -85,8 +78,11 @@ class RunTools:
         )
         found = run_query(text, [str(self._find(run))], notes)
         shown = found._replace(rows=found.rows[:MAX_ROWS])
-        has_more = len(found.rows) > MAX_ROWS
-        return {"rows": json.loads(shown.to_json()), "has_more": has_more, "notes": notes}
+        return {
+            "rows": json.loads(shown.to_json()),
+            "has_more": len(found.rows) > MAX_ROWS,
+            "notes": notes,
+        }
 
     def _summarize(self, name: str) -> dict[str, Any]:
         try:
@@ -94,12 +90,9 @@ class RunTools:
             first = next(iter(list_current(build_headlines(report))), None)
         except (ToolError, TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
             return {"run": name, "problem": printable(str(error))}
-        about = {
-            key: report["run"][key] for key in ("program", "state", "live", "started", "world_size")
-        }
         return {
             "run": name,
-            **about,
+            **{key: report["run"][key] for key in _OF_RUN},
             "step_p50_s": report["steps"]["p50_s"],
             "verdict": first and {"status": first.status, "finding": first.sentence},
         }

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import pwd
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,32 +48,31 @@ def update_table(folder: Path) -> list[str]:
             try:
                 report = load_report(open_run(folder / name), lost_time=False)
                 user = _name_user((folder / name).stat().st_uid)
-                rows = [] if report["run"]["live"] else list(build_rows(report, user))
+                about = {"run": name, "changed_ns": changed_ns, "user": user}
+                rows = [] if report["run"]["live"] else list(build_rows(report, about))
             except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
                 problems.append(f"{name}: {error}")
                 continue
-            about = {"run": name, "changed_ns": changed_ns}
             # One write for a run: after a crash, it is there as a whole or is read again. A line that
             # a crash has cut ends here.
-            file.write("".join(f"\n{json.dumps(about | row)}\n" for row in rows))
+            file.write("".join(f"\n{json.dumps(row)}\n" for row in rows))
             file.flush()
     return problems
 
 
-def build_rows(report: Report, user: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of one run, without its name."""
+def build_rows(report: Report, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one run. about: its columns that are not in the report."""
     run, hosts = report["run"], {each["rank"]: each["host"] for each in report["ranks"]}
-    nodes = sorted(set(hosts.values()))
-    about = {
-        "ended": run["ended"], "user": user, "program": run["program"] or "", "nodes": len(nodes),
+    ranks = Counter(hosts.values())
+    about = about | {
+        "ended": run["ended"], "program": run["program"] or "", "nodes": len(ranks),
         "rank_hours": 0.0, "kind": "", "lost_rank_hours": 0.0,
     }  # fmt: skip
     if run["started"] and run["ended"]:
         begin, end = map(datetime.datetime.fromisoformat, (run["started"], run["ended"]))
         hours = (end - begin).total_seconds() / 3600
-        for node in nodes:
-            ranks = sum(host == node for host in hosts.values())
-            yield about | {"node": node, "rank_hours": hours * ranks}
+        for node in sorted(ranks):
+            yield about | {"node": node, "rank_hours": hours * ranks[node]}
     for verdict in report["verdicts"]:
         if verdict.lost_s and not verdict.traits.is_summary and not verdict.evidence.is_factor:
             named = {hosts[rank] for rank in verdict.ranks if rank in hosts}

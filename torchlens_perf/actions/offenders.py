@@ -10,9 +10,9 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from torchlens_perf.actions.fleet import NAME, run_sql, update_table
 from torchlens_perf.run.installation import require_packages
@@ -38,30 +38,25 @@ _LOST = (
 )
 
 
-class NodeRow(NamedTuple):
+class NodeRow(Struct, frozen=True):
     """One node of the fleet."""
-
-    node: str
-    runs: int
-    named: int
-    rank_hours: float
-    lost_rank_hours: float
-
-
-class Offender(Struct, frozen=True):
-    """A node that was named in more jobs than luck explains."""
 
     node: str
     runs: int
     """Number of its runs on several nodes."""
     named: int
     """Number of these in which a verdict names it."""
+    rank_hours: float
+    lost_rank_hours: float
+
+
+class Offender(NodeRow, frozen=True):
+    """A node that was named in more jobs than luck explains."""
+
     expected: float
     """Number in which it would be named if it were like the other nodes."""
     chance: float
     """Chance that any node of the fleet is named so often by luck."""
-    rank_hours: float
-    lost_rank_hours: float
 
 
 class Loss(Struct, frozen=True):
@@ -96,11 +91,10 @@ def find_offenders(nodes: Sequence[NodeRow], most_chance: float = _MAX_CHANCE) -
 
 
 def _judge(node: NodeRow, runs: int, named: int, nodes: int) -> Offender:
-    name, of_node, times, rank_hours, lost = node
     # Half a case is added, so that a rate is never 0.
-    rate = (named - times + 0.5) / (runs - of_node + 1)
-    chance = min(1.0, nodes * tail_chance(of_node, times, min(1.0, rate)))
-    return Offender(name, of_node, times, of_node * rate, chance, rank_hours, lost)
+    rate = (named - node.named + 0.5) / (runs - node.runs + 1)
+    chance = min(1.0, nodes * tail_chance(node.runs, node.named, min(1.0, rate)))
+    return Offender(**asdict(node), expected=node.runs * rate, chance=chance)
 
 
 def tail_chance(trials: int, least: int, rate: float) -> float:
@@ -188,10 +182,6 @@ def print_offenders(folder: Path, options: argparse.Namespace) -> int:
         )
     else:
         for table in build_tables(offenders, losses):
-            print_lines(functools.partial(_draw, table), sys.stdout)
+            print_lines(functools.partial(table_lines, table, rows=_SHOWN), sys.stdout)
             print()
     return int(bool(offenders))
-
-
-def _draw(table: Table, width: int) -> Any:
-    return table_lines(table, width, _SHOWN)
