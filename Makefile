@@ -90,8 +90,9 @@ $(ENGINE)/ready: pyproject.toml setup.py
 	touch $@
 
 # Under real launchers, on two nodes of this machine: as root, with the packages that docs/guides/launchers.md lists.
-test-launchers: $(TEST)/tap $(FRAMEWORKS)/ready $(INTEL_MPI)/ready
+test-launchers: $(TEST)/tap $(FRAMEWORKS)/ready $(INTEL_MPI)/ready .venv-peers/nvidia-resiliency-ext/ready
 	FRAMEWORKS_PYTHON=$(CURDIR)/$(FRAMEWORKS)/bin/python I_MPI_ROOT=$(CURDIR)/$(INTEL_MPI) \
+		NVRX=$(CURDIR)/.venv-peers/nvidia-resiliency-ext \
 		$(TEST)/bin/python -m pytest -m '' tests/jobs/launchers
 
 # Without what only its library needs: here it starts processes, and gloo does the rest.

@@ -19,6 +19,7 @@ from torchlens_perf.actions.nodes import (
     find_nodes,
     find_objection,
 )
+from torchlens_perf.actions.nvrx import FaultTolerantLauncher
 from torchlens_perf.actions.nvsentinel import NVSentinel
 from torchlens_perf.actions.otlp import export_outcome
 from torchlens_perf.actions.targets import ExclusionList, NotSentError, Slurm, Target, Webhook
@@ -33,6 +34,7 @@ _TARGETS: Mapping[str, Callable[[str], Target]] = {
     "kubernetes": lambda _: Kubernetes(),
     "nvsentinel": lambda socket: NVSentinel(socket, drains=False),
     "nvsentinel-drain": lambda socket: NVSentinel(socket, drains=True),
+    "nvrx": FaultTolerantLauncher,
     "exclude": lambda path: ExclusionList(Path(path)),
     "webhook": Webhook,
 }
@@ -110,12 +112,23 @@ def _report_node(
     if record.is_sent(node, name):
         return Outcome(node, name, KNOWN, "")
     sent_name, recent = node.name_for(target.attribute), record.find_recent_nodes()
-    objection = find_objection(node, rules, recent, drains=target.drains, sent_name=sent_name)
+    objection = find_objection(
+        node,
+        rules,
+        recent,
+        drains=target.drains,
+        sent_name=sent_name,
+        while_live=target.while_live,
+    )
     if objection:
         return Outcome(node, name, REFUSED, objection)
+    try:
+        what = target.describe(node)
+    except NotSentError as error:
+        return Outcome(node, name, REFUSED, str(error))
     if not send:
-        return Outcome(node, name, WOULD_SEND, target.describe(node))
-    record.write(node, name, ledger.SENDING, target.describe(node))
+        return Outcome(node, name, WOULD_SEND, what)
+    record.write(node, name, ledger.SENDING, what)
     try:
         state, answer = ledger.SENT, target.send(node)
     except (NotSentError, OSError, subprocess.SubprocessError) as error:

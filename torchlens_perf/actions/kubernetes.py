@@ -8,11 +8,10 @@ import os
 from typing import Any
 
 from torchlens_perf.actions.nodes import NamedNode
-from torchlens_perf.actions.targets import KUBERNETES_NAME, NotSentError
+from torchlens_perf.actions.targets import KUBERNETES_NAME, TIMEOUT_S, NotSentError
 from torchlens_perf.run.installation import require_packages
 
 _CONDITION, _REASON, _COMPONENT = "TorchlensSlowNode", "SlowRanks", "torchlens-perf"
-_TIMEOUT_S = 10.0
 _MAX_MESSAGE = 1024
 """Kubernetes' limit of an event's message."""
 
@@ -20,7 +19,7 @@ _MAX_MESSAGE = 1024
 class Kubernetes:
     """The API server of this pod's cluster, or of the usual kubeconfig file."""
 
-    drains, attribute = False, KUBERNETES_NAME
+    drains, while_live, attribute = False, False, KUBERNETES_NAME
 
     def __init__(self) -> None:
         require_packages("--to kubernetes", ["kubernetes"], "kubernetes")
@@ -44,17 +43,18 @@ class Kubernetes:
 
         if KUBERNETES_NAME not in node.scheduler_names:
             raise NotSentError(f"{node.host} has no known node: set K8S_NODE_NAME in the pod")
-        name, body = node.name_for(KUBERNETES_NAME), build_condition(node)
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        name = node.name_for(KUBERNETES_NAME)
         try:
             # The default type of patch would remove all other conditions.
             self._api.patch_node_status(
                 name,
-                body,
+                build_condition(node, now),
                 _content_type="application/strategic-merge-patch+json",
-                _request_timeout=_TIMEOUT_S,
+                _request_timeout=TIMEOUT_S,
             )
             self._api.create_namespaced_event(
-                "default", build_event(node, name), _request_timeout=_TIMEOUT_S
+                "default", build_event(node, name, now), _request_timeout=TIMEOUT_S
             )
         except ApiException as error:
             raise NotSentError(f"HTTP status {error.status}: {error.reason}") from None
@@ -65,9 +65,8 @@ class Kubernetes:
         return "condition set, event added"
 
 
-def build_condition(node: NamedNode) -> dict[str, Any]:
+def build_condition(node: NamedNode, now: str) -> dict[str, Any]:
     """Return the patch of the node's status."""
-    now = _now()
     condition = {
         "type": _CONDITION,
         "status": "True",
@@ -79,9 +78,8 @@ def build_condition(node: NamedNode) -> dict[str, Any]:
     return {"status": {"conditions": [condition]}}
 
 
-def build_event(node: NamedNode, name: str) -> dict[str, Any]:
+def build_event(node: NamedNode, name: str, now: str) -> dict[str, Any]:
     """Return the event on the node. Events of nodes are in the namespace "default"."""
-    now = _now()
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -95,7 +93,3 @@ def build_event(node: NamedNode, name: str) -> dict[str, Any]:
         "lastTimestamp": now,
         "count": 1,
     }
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -108,12 +108,19 @@ def is_of_machine(verdict: Verdict) -> bool:
 
 
 def find_objection(
-    node: NamedNode, rules: Rules, recent: Collection[str], *, drains: bool, sent_name: str
+    node: NamedNode,
+    rules: Rules,
+    recent: Collection[str],
+    *,
+    drains: bool,
+    sent_name: str,
+    while_live: bool = False,
 ) -> str:
     """Return why a node must not be reported now; "" if it may.
 
-    recent: nodes that were reported in the last 24 hours. drains: True if no new job would start on
-    the node. sent_name: the node's name at the target, which comes from the job as the host does.
+    recent: nodes that were reported in the last 24 hours. drains: True if the node would get no new
+    work. sent_name: the node's name at the target, which comes from the job as the host does.
+    while_live: True if it drains while the job runs, too.
     """
     if not any(fnmatchcase(sent_name, pattern) for pattern in rules.allowed):
         return f"no --allow pattern matches {sent_name}"
@@ -123,7 +130,7 @@ def find_objection(
         return f"it costs {format_percent(node.cost_share)} of the step, less than {format_percent(rules.min_share)}"
     if node.windows < rules.min_windows or node.windows < _MIN_HELD * node.judged:
         return f"it was slow in {node.windows} of {format_count(node.judged, 'window')} of steps"
-    if drains and node.is_live:
+    if drains and node.is_live and not while_live:
         return "the job still runs: a node is drained at the end of its job"
     if drains and not (node.is_whole or node.causes):
         return "no cause in this machine was measured, and not all of its ranks are slow"

@@ -9,10 +9,9 @@ import time
 from typing import Any
 
 from torchlens_perf.actions.nodes import NamedNode
-from torchlens_perf.actions.targets import KUBERNETES_NAME, NotSentError
+from torchlens_perf.actions.targets import KUBERNETES_NAME, TIMEOUT_S, NotSentError
 
 _METHOD = "/datamodels.PlatformConnector/HealthEventOccurredV1"
-_TIMEOUT_S = 10.0
 _FIELDS = {
     "version": (1, "uint32"), "agent": (2, "string"), "componentClass": (3, "string"),
     "checkName": (4, "string"), "isFatal": (5, "bool"), "message": (7, "string"),
@@ -26,7 +25,7 @@ _REMEDIATE, _STORE_ONLY = 1, 2
 class NVSentinel:
     """NVSentinel on this node. Events are stored only, or quarantine the node if it drains."""
 
-    attribute = KUBERNETES_NAME
+    while_live, attribute = False, KUBERNETES_NAME
 
     def __init__(self, socket: str, *, drains: bool) -> None:
         self._socket, self.drains = socket, drains
@@ -41,7 +40,7 @@ class NVSentinel:
         with grpc.insecure_channel(f"unix:{self._socket}") as channel:
             call = channel.unary_unary(_METHOD)
             try:
-                call(self.encode(node), timeout=_TIMEOUT_S)
+                call(self.encode(node), timeout=TIMEOUT_S)
             except grpc.RpcError as error:
                 raise NotSentError(f"{error.code().name}: {error.details()}") from None
         return "accepted"
@@ -67,23 +66,27 @@ class NVSentinel:
 def _build_message_class() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2
 
+    event = [
+        {"name": name, "number": number, "label": 1, "type": f"TYPE_{kind.upper()}"}
+        for name, (number, kind) in _FIELDS.items()
+    ]
+    stamp = {
+        "name": "generatedTimestamp", "number": 12, "label": 1, "type": "TYPE_MESSAGE",
+        "type_name": ".google.protobuf.Timestamp",
+    }  # fmt: skip
+    events = {
+        "name": "events", "number": 2, "label": 3, "type": "TYPE_MESSAGE",
+        "type_name": ".datamodels.HealthEvent",
+    }  # fmt: skip
     file = descriptor_pb2.FileDescriptorProto(
         name="health_event",
         package="datamodels",
         syntax="proto3",
         dependency=["google/protobuf/timestamp.proto"],
-    )
-    event = file.message_type.add(name="HealthEvent")
-    for name, (number, kind) in _FIELDS.items():
-        event.field.add(name=name, number=number, label=1, type=f"TYPE_{kind.upper()}")
-    event.field.add(
-        name="generatedTimestamp", number=12, label=1, type="TYPE_MESSAGE",
-        type_name=".google.protobuf.Timestamp",
-    )  # fmt: skip
-    events = file.message_type.add(name="HealthEvents")
-    events.field.add(name="version", number=1, label=1, type="TYPE_UINT32")
-    events.field.add(
-        name="events", number=2, label=3, type="TYPE_MESSAGE", type_name=".datamodels.HealthEvent"
+        message_type=[
+            {"name": "HealthEvent", "field": [*event, stamp]},
+            {"name": "HealthEvents", "field": [event[0], events]},
+        ],
     )
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(timestamp_pb2.DESCRIPTOR.serialized_pb)

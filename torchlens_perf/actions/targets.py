@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torchlens_perf.actions.nodes import NamedNode
 from torchlens_perf.errors import TorchlensPerfError, require
 
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 _MAX_REASON = 300
 SLURM_NAME, KUBERNETES_NAME = "slurm.node.name", "k8s.node.name"
 
@@ -26,12 +26,14 @@ class Target(Protocol):
     """One receiver of reports on nodes."""
 
     drains: bool
-    """True if no new job starts on the node then."""
+    """True if the node gets no new work then."""
+    while_live: bool
+    """True if it drains while the job runs, too."""
     attribute: str
     """Attribute with the node's name here; "" for its host name."""
 
     def describe(self, node: NamedNode) -> str:
-        """Return what send() does, in one line."""
+        """Return what send() does, in one line. Raise NotSentError if it cannot be done from here."""
 
     def send(self, node: NamedNode) -> str:
         """Report a node, and return the answer in one line. Raise NotSentError or OSError."""
@@ -41,7 +43,7 @@ class Slurm:
     """The comment of a node in Slurm; or its state DRAIN with the reason, if it drains. Slurm forgets the
     reason of a node that is not drained."""
 
-    attribute = SLURM_NAME
+    while_live, attribute = False, SLURM_NAME
 
     def __init__(self, *, drains: bool) -> None:
         require(shutil.which("scontrol") is not None, "--to slurm: scontrol is not in PATH")
@@ -52,7 +54,7 @@ class Slurm:
 
     def send(self, node: NamedNode) -> str:
         done = subprocess.run(
-            self._arguments(node), capture_output=True, text=True, timeout=_TIMEOUT_S
+            self._arguments(node), capture_output=True, text=True, timeout=TIMEOUT_S
         )
         if done.returncode:
             raise NotSentError((done.stderr or done.stdout).strip())
@@ -67,7 +69,7 @@ class Slurm:
 class ExclusionList:
     """A file of node names, which `sbatch --exclude=./FILE` and `srun --exclude=./FILE` read."""
 
-    drains, attribute = False, SLURM_NAME
+    drains, while_live, attribute = False, False, SLURM_NAME
 
     def __init__(self, path: Path) -> None:
         require(path.parent.is_dir(), f"--to exclude={path}: there is no folder {path.parent}")
@@ -88,11 +90,13 @@ class ExclusionList:
 class Webhook:
     """An address that takes alerts as Prometheus' Alertmanager sends them to webhooks (version 4)."""
 
-    drains, attribute = False, ""
+    drains, while_live, attribute = False, False, ""
 
     def __init__(self, url: str) -> None:
-        is_address = url.startswith(("http://", "https://"))
-        require(is_address, f"--to webhook={url}: this is no http:// or https:// address")
+        require(
+            url.startswith(("http://", "https://")),
+            f"--to webhook={url}: this is no http:// or https:// address",
+        )
         self._url = url
 
     def describe(self, node: NamedNode) -> str:
@@ -104,7 +108,7 @@ class Webhook:
         try:
             # A redirect could send it to another server.
             answer = requests.post(
-                self._url, json=build_alerts(node), timeout=_TIMEOUT_S, allow_redirects=False
+                self._url, json=build_alerts(node), timeout=TIMEOUT_S, allow_redirects=False
             )
         except requests.RequestException as error:
             raise NotSentError(f"{self._url} cannot be reached: {type(error).__name__}") from None

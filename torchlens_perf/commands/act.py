@@ -26,7 +26,8 @@ ACT = Command(
             help=(
                 "slurm (the node's comment), slurm-drain (after the job's end), exclude=FILE (for sbatch"
                 " --exclude=./FILE), webhook=URL (as Alertmanager), kubernetes (an event and a"
-                " condition of the node), nvsentinel=SOCKET or nvsentinel-drain=SOCKET; may be repeated"
+                " condition of the node), nvsentinel=SOCKET or nvsentinel-drain=SOCKET, nvrx=SOCKET (NVIDIA's"
+                " ft_launcher on this node leaves it out of the next rendezvous); may be repeated"
             ),
         ),
         argument("--send", action="store_true", help="send; by default, this is only printed"),
