@@ -19,6 +19,7 @@ from torchlens_perf.actions import fleet, offenders
 
 NODES, BAD = 500, 10
 FALSE, TRUE = 0.005, 0.33
+_FRAMEWORKS = ("none", "lightning", "accelerate, transformers.trainer")
 
 
 def write_fleet(folder: Path, runs: int, seed: int) -> set[str]:
@@ -32,8 +33,11 @@ def write_fleet(folder: Path, runs: int, seed: int) -> set[str]:
             hours = 8 * chosen.expovariate(0.5)
             about = {
                 "run": f"run-{run}", "changed_ns": 1, "ended": "", "user": f"user-{run % 40}",
-                "program": "train.py", "nodes": len(used),
+                "program": "train.py", "framework": _FRAMEWORKS[run % 3], "nodes": len(used),
             }  # fmt: skip
+            if run % 10 == 9:
+                # As in a run of an earlier version.
+                del about["framework"]
             for node in used:
                 row = about | {
                     "node": node,

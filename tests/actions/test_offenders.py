@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from benchmarks.offenders import write_fleet
 from tests.support.processes import ROOT
 from tests.support.simulated_runs import simulate_run
 from torchlens_perf.actions import fleet
+from torchlens_perf.actions.fleet import build_rows
 from torchlens_perf.actions.offenders import NodeRow, find_offenders, read_fleet, tail_chance
 from torchlens_perf.commands.cli import main
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.run.directory import RunDirectory
 
 SPARK = os.environ.get("SPARK", "")
 
@@ -103,6 +107,31 @@ def test_table_of_real_runs_has_their_hours_and_losses(folder: Path, capsys: Any
     (verdict, *_) = json.loads(capsys.readouterr().out)["verdicts"]
     assert list(lost) == ["node-0002"]
     assert lost["node-0002"] == pytest.approx(3 * verdict["lost_s"] * 4 / 3600, rel=0.2)
+
+
+def test_hours_by_framework_tell_a_program_without_one_from_a_run_that_records_none(
+    tmp_path: Path,
+) -> None:
+    write_fleet(tmp_path, 500, 0)
+    expected = Counter[str]()
+    for line in (tmp_path / fleet.NAME).read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"]:
+            expected[row.get("framework", "not recorded")] += row["lost_rank_hours"]
+    found = {
+        each.name: each.lost_rank_hours
+        for each in read_fleet(tmp_path, "duckdb")[1]
+        if each.by == "framework"
+    }
+    assert found == pytest.approx(expected)
+    assert found.keys() == {"none", "lightning", "accelerate, transformers.trainer", "not recorded"}
+
+
+def test_rows_of_a_run_have_its_framework_or_null(folder: Path) -> None:
+    report = load_report(RunDirectory(folder / "r1"), lost_time=False)
+    assert {row["framework"] for row in build_rows(report, {})} == {None}
+    report["run"]["settings"]["framework"] = "none"
+    assert {row["framework"] for row in build_rows(report, {})} == {"none"}
 
 
 def test_table_gets_new_runs_only_and_changed_ones_replace_their_rows(folder: Path) -> None:

@@ -14,7 +14,14 @@ from tests.support.simulated_runs import simulate_run
 from torchlens_perf.commands.cli import main
 from torchlens_perf.compare.changes import Outcome
 from torchlens_perf.compare.comparison import build_comparison, compare_runs
-from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure, compute_by_rank
+from torchlens_perf.compare.measures import (
+    PEAK_MEMORY,
+    STEP,
+    Kind,
+    Measure,
+    compute_by_rank,
+    list_differences,
+)
 from torchlens_perf.compare.page import build_body
 from torchlens_perf.compare.screens import build_headline, build_notes, build_tables
 from torchlens_perf.report.run_report import load_report
@@ -287,6 +294,15 @@ def test_chart_of_a_long_run_has_plain_step_numbers(runs: Path) -> None:
     body = to_html(build_body(replace(compared, before=[replace(compared.before[0], report=long)])))
     assert re.findall(r">(\d000000)</text>", body) == ["2000000", "4000000"]
     assert "e+06" not in body
+
+
+def test_framework_of_a_run_that_records_none_is_not_an_unset_setting(runs: Path) -> None:
+    one, other = (
+        load_report(RunDirectory(path), lost_time=False) for path in side(runs, "before")[:2]
+    )
+    one["run"]["settings"] = {"python": "3.12"}
+    other["run"]["settings"] = {"python": "3.12", "framework": "none"}
+    assert list_differences(one, other) == ["framework not recorded -> none"]
 
 
 def test_compute_time_of_ranks_is_that_of_the_report(runs: Path) -> None:

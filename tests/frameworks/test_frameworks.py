@@ -43,6 +43,8 @@ class Script:
     merged: int = 0
     """Number of steps that count as part of the next one under the script's own watch()."""
     only_with_a_watch: bool = False
+    framework: str = "none"
+    """The frameworks that the report must name."""
     called_modules: set[str] | None = None
     """The modules that an automatic recording finds, if it finds only a part of the model, because
     the framework does not call the model itself."""
@@ -51,13 +53,16 @@ class Script:
 TRAINING = {"forward", "backward", "optimizer", "host"}
 LAYERS = {"0", "2", "4"}
 SCRIPTS_BY_NAME = {
-    "accelerate_loop": Script("accelerate", TRAINING | {"data"}, LAYERS, micro_steps=2),
-    "fabric_loop": Script("lightning", TRAINING | {"data"}, LAYERS),
+    "accelerate_loop": Script(
+        "accelerate", TRAINING | {"data"}, LAYERS, micro_steps=2, framework="accelerate"
+    ),
+    "fabric_loop": Script("lightning", TRAINING | {"data"}, LAYERS, framework="lightning"),
     "lightning_fit": Script(
         "lightning",
         TRAINING | {"data"},
         {"model.0", "model.4"},
         micro_steps=2,
+        framework="lightning",
         called_modules={"0", "4"},
     ),
     "hf_trainer": Script(
@@ -65,9 +70,14 @@ SCRIPTS_BY_NAME = {
         TRAINING | {"data"},
         {"bert.encoder.layer.0", "bert.embeddings"},
         micro_steps=2,
+        framework="accelerate, transformers.trainer",
     ),
     "trl_peft": Script(
-        "trl", TRAINING | {"data"}, {"transformer.h.0", "transformer.wte"}, micro_steps=2
+        "trl",
+        TRAINING | {"data"},
+        {"transformer.h.0", "transformer.wte"},
+        micro_steps=2,
+        framework="accelerate, transformers.trainer, trl.trainer",
     ),
     "gan": Script(
         "", TRAINING, {"Sequential.0", "Sequential_2.0"}, frozenset({"0", "2"}), micro_steps=2
@@ -152,6 +162,7 @@ def test_script_of_a_framework_is_recorded_and_its_losses_are_unchanged(
     assert (called or script.modules) <= names
     assert not script.wrong_modules & names
     assert report["steps"]["micro_steps"] == script.micro_steps
+    assert report["run"]["settings"]["framework"] == script.framework
     assert report["steps"]["inference"] is (name == "inference")
     assert {verdict.kind for verdict in report["verdicts"]} <= SENSIBLE
     forward_s = rank["phases"]["forward"]["typical_s"]
@@ -173,3 +184,19 @@ def test_script_of_a_framework_is_recorded_and_its_losses_are_unchanged(
     # Steps with an evaluation are not a separate class if the evaluation takes no longer than a
     # step.
     assert set(evaluations) <= set(inside)
+
+
+USES = """
+import accelerate
+from torchlens_perf.recorder.rank_metadata import _name_frameworks
+print(_name_frameworks())
+accelerate.Accelerator(cpu=True)
+print(_name_frameworks())
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="no accelerate")
+def test_accelerate_is_named_once_the_program_uses_it(tmp_path: Path) -> None:
+    """transformers imports it for any model."""
+    done = run_warm([sys.executable, "-c", USES], tmp_path)
+    assert done.stdout.split() == ["none", "accelerate"], done.stderr

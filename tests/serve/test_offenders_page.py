@@ -27,3 +27,4 @@ def test_offenders_are_shown_once_there_is_a_table(tmp_path: Path) -> None:
     assert "more often than luck explains" in shown.text
     assert any(node in shown.text for node in bad)
     assert "Rank hours lost by user" in shown.text
+    assert "Rank hours lost by framework" in shown.text

@@ -80,6 +80,7 @@ def test_run_has_the_commit_and_settings_of_its_program(repository: Path) -> Non
         "torch": str(torch.__version__),
         "python": sys.version.split()[0],
         "watch modules": "all",
+        "framework": "none",
         "OMP_NUM_THREADS": "1",
         "NCCL_ALGO": "Ring",
     }

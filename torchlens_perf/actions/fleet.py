@@ -26,11 +26,12 @@ from torchlens_perf.verdicts.words.report import Report
 NAME = "fleet.jsonl"
 COLUMNS = {
     "run": "VARCHAR", "changed_ns": "BIGINT", "ended": "VARCHAR", "user": "VARCHAR", "program": "VARCHAR",
-    "nodes": "BIGINT", "node": "VARCHAR", "rank_hours": "DOUBLE", "kind": "VARCHAR",
-    "lost_rank_hours": "DOUBLE",
+    "framework": "VARCHAR", "nodes": "BIGINT", "node": "VARCHAR", "rank_hours": "DOUBLE",
+    "kind": "VARCHAR", "lost_rank_hours": "DOUBLE",
 }  # fmt: skip
 """Columns of the table. A run has a row for each node with its rank hours and without a kind, and a row
-for each verdict that cost time. Its node is "" if no machine is to blame."""
+for each verdict that cost time. Its node is "" if no machine is to blame. Its framework is "none" for a
+program without one, and NULL for a run that does not record it."""
 
 
 def update_table(folder: Path) -> list[str]:
@@ -65,8 +66,9 @@ def build_rows(report: Report, about: dict[str, Any]) -> Iterator[dict[str, Any]
     run, hosts = report["run"], {each["rank"]: each["host"] for each in report["ranks"]}
     ranks = Counter(hosts.values())
     about = about | {
-        "ended": run["ended"], "program": run["program"] or "", "nodes": len(ranks),
-        "rank_hours": 0.0, "kind": "", "lost_rank_hours": 0.0,
+        "ended": run["ended"], "program": run["program"] or "",
+        "framework": run["settings"].get("framework"), "nodes": len(ranks), "rank_hours": 0.0,
+        "kind": "", "lost_rank_hours": 0.0,
     }  # fmt: skip
     if run["started"] and run["ended"]:
         begin, end = map(datetime.datetime.fromisoformat, (run["started"], run["ended"]))

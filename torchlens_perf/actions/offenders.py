@@ -23,7 +23,7 @@ from torchlens_perf.view.terminal import print_lines, table_lines
 _MAX_CHANCE = 0.01
 """A node is an offender if luck would name any node of the fleet as often in one of 100 fleets."""
 _MIN_NAMED = 3
-_GROUPS = ("kind", "node", "user", "program")
+_GROUPS = ("kind", "node", "user", "program", "framework")
 _SHOWN = 10
 # A job on one node cannot tell a slow node.
 _NODES = (
@@ -33,8 +33,9 @@ _NODES = (
     " FROM fleet WHERE node <> '' AND nodes > 1 GROUP BY node ORDER BY node"
 )
 _LOST = (
-    "SELECT {0}, count(DISTINCT run) AS runs, sum(lost_rank_hours) AS lost FROM fleet"
-    " WHERE kind <> '' AND {0} <> '' GROUP BY {0} ORDER BY lost DESC, {0} LIMIT 10"
+    "SELECT coalesce({0}, 'not recorded'), count(DISTINCT run) AS runs, sum(lost_rank_hours) AS lost"
+    " FROM fleet WHERE kind <> '' AND coalesce({0}, 'not recorded') <> ''"
+    " GROUP BY 1 ORDER BY lost DESC, 1 LIMIT 10"
 )
 
 
@@ -60,10 +61,10 @@ class Offender(NodeRow, frozen=True):
 
 
 class Loss(Struct, frozen=True):
-    """Rank hours lost by one kind of verdicts, on one node, or by one user or program."""
+    """Rank hours lost by one kind of verdicts, on one node, or by one user, program or framework."""
 
     by: str
-    """One of kind, node, user and program."""
+    """One of kind, node, user, program and framework."""
     name: str
     runs: int
     lost_rank_hours: float

@@ -67,7 +67,7 @@ ACT = Command(
 )
 OFFENDERS = Command(
     name="offenders",
-    summary="nodes that many jobs name, and the hours lost by cause, user and program",
+    summary="nodes that many jobs name, and the hours lost by cause, user, program and framework",
     description=(
         "Read the ended runs of a folder, and list the nodes that verdicts on slow ranks name more often"
         " than luck explains. New runs are added to DIR/fleet.jsonl."

@@ -107,7 +107,7 @@ def list_differences(before: Report, after: Report) -> list[str]:
     ]
     one, other = before["run"]["settings"], after["run"]["settings"]
     for name in sorted({*one, *other}) if one and other else ():
-        # A commit may be unknown. Another setting that is missing has its default.
-        unset = "not recorded" if name == "commit" else "not set"
+        # These may be unknown. Another setting that is missing has its default.
+        unset = "not recorded" if name in ("commit", "framework") else "not set"
         facts.append((name, one.get(name, unset), other.get(name, unset)))
     return [f"{name} {one} -> {other}" for name, one, other in facts if one != other]

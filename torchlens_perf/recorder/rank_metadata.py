@@ -40,6 +40,12 @@ _SPEED_VARIABLE = re.compile(
 )
 # Settings of watch() that do not change what is measured.
 _PLACES = ("dir", "exchange", "prometheus", "report", "share")
+_FRAMEWORKS = (
+    "colossalai", "composer", "deepspeed", "fastai", "ignite", "lightning", "megatron", "nemo",
+    "pytorch_lightning", "ray.train", "torchtitan", "torchtune", "transformers.trainer", "trl.trainer",
+    "verl", "vllm",
+)  # fmt: skip
+"""Modules that a program loads if it trains with these frameworks."""
 
 _start_reported_by = 0
 """Id of the process whose first watch has already reported the process's start time."""
@@ -190,16 +196,20 @@ class RankMetadata:
             facts.start_cpu_wait_ns = main_thread_cpu_wait_ns(os.getpid())
         if any(device == "cuda" for _, device in self.device_groups):
             facts.nccl_ras_port = _find_ras_port()
+        if not facts.simulated:
+            facts.run_settings["framework"] = _name_frameworks()
         facts.threads = _count_torch_threads(has_computed=recorder.step > 0)
         facts.job_store = job_store_address(os.environ) if self._may_have_store else None
         with guard("asking torch how long it compiled"):
             facts.compile_s = torch_private.read_compile_s()
-        place = {
-            "identity": vars(self._identity),
-            "anchor": self._anchor._asdict(),
-            "run_dir": self._ring.run_dir,
-        }
-        self._ring.set_metadata(place | vars(facts))
+        self._ring.set_metadata(
+            {
+                "identity": vars(self._identity),
+                "anchor": self._anchor._asdict(),
+                "run_dir": self._ring.run_dir,
+                **vars(facts),
+            }
+        )
 
     def publish_end(self, report: ReportRequest | None, failure: Failure | None) -> None:
         """Publish all facts for the last time. report: the report that rank 0 requests."""
@@ -221,18 +231,31 @@ def _compute_process_start_ns(identity: Identity) -> int:
 
 def _collect_run_settings(config: Config) -> dict[str, str]:
     """Return versions, settings and variables that runs are compared by, as text by name."""
-    found = {"python": sys.version.split()[0]}
-    if (torch := sys.modules.get("torch")) is not None:
-        found["torch"] = str(torch.__version__)
-    for field in public_fields():
-        value = getattr(config, field.name)
-        if field.name not in _PLACES and value != field.default:
-            found[f"watch {field.name}"] = str(value)[:_MAX_VALUE_LENGTH]
+    torch = sys.modules.get("torch")
     variables = sorted(filter(_SPEED_VARIABLE.fullmatch, os.environ))[:_MAX_VARIABLES]
-    return found | {
-        name: os.environ[name].encode(errors="replace").decode()[:_MAX_VALUE_LENGTH]
-        for name in variables
+    return {
+        "python": sys.version.split()[0],
+        **({"torch": str(torch.__version__)} if torch is not None else {}),
+        **{
+            f"watch {field.name}": str(value)[:_MAX_VALUE_LENGTH]
+            for field in public_fields()
+            if field.name not in _PLACES and (value := getattr(config, field.name)) != field.default
+        },
+        **{
+            name: os.environ[name].encode(errors="replace").decode()[:_MAX_VALUE_LENGTH]
+            for name in variables
+        },
     }
+
+
+def _name_frameworks() -> str:
+    """Return the training frameworks that the program has loaded so far, such as "deepspeed"; "none"
+    without one.
+    """
+    # transformers loads accelerate for any model. Only a program that uses accelerate fills its state.
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    accelerate = ["accelerate"] * bool(getattr(state, "_shared_state", None))
+    return ", ".join([*accelerate, *filter(sys.modules.get, _FRAMEWORKS)]) or "none"
 
 
 def _find_program_folder() -> str:

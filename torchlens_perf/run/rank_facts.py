@@ -124,7 +124,8 @@ class RankFacts:
     """True if a simulation writes the ring. The kernel's data then describes the simulation, not a
     rank."""
     run_settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Versions, settings of watch() and variables that change the speed, as text by name."""
+    """Versions, loaded frameworks, settings of watch() and variables that change the speed, as text
+    by name."""
     total_steps: int = 0
     """Total number of steps of the run, as configured in watch(); 0 if not known."""
     folder: str = ""

@@ -87,8 +87,9 @@ class Run(TypedDict):
     deeper_modules: bool
     """True if timed modules have submodules that are not timed."""
     settings: dict[str, str]
-    """Git commit ("-dirty" if files were changed), launcher, versions, settings of watch() that are not
-    the default, and variables that change the speed. What is not known is missing."""
+    """Git commit ("-dirty" if files were changed), launcher, versions, loaded frameworks ("none"
+    without one), settings of watch() that are not the default, and variables that change the speed.
+    What is not known is missing."""
 
 
 class Trend(TypedDict):
