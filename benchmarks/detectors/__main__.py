@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="repeat a campaign")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--kinds", nargs="+", choices=FAULTY, default=FAULTY, metavar="KIND")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="other programs that run")
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS)
     parser.add_argument("--compare", type=Path, metavar="FOLDER", help="an earlier campaign")
     asked = parser.parse_args()
@@ -61,14 +62,22 @@ def main() -> int:
     absent = {name: obstacle(name, asked.environments.absolute()) for name in asked.tools}
     names = [name for name in dict.fromkeys([CONTROL, *asked.tools]) if not absent.get(name)]
     load, begin_s = os.getloadavg()[0], time.monotonic()
-    print(f"seed {seed}, {asked.ranks} ranks, {os.cpu_count()} CPUs, load {load:.1f}", flush=True)
+    print(
+        f"seed {seed}, {asked.ranks} ranks, {os.cpu_count()} CPUs, {asked.busy} busy programs, load {load:.1f}",
+        flush=True,
+    )
     truths = draw_truths(seed, asked.ranks, asked.kinds)
-    failed = run_campaign(names, truths, asked.minutes, out, asked.environments.absolute())
+    failed = run_campaign(
+        names, truths, asked.minutes, out, asked.environments.absolute(), asked.busy
+    )
     runs = {name: read_runs(out, name) for name in names}
     control = {run.truth.name: run for run in runs[CONTROL]}
     scores = {name: score(runs[name], {} if name == CONTROL else control) for name in names}
     took_min = (time.monotonic() - begin_s) / 60
-    facts = {"seed": seed, "minutes": round(took_min, 1), "load": [load, os.getloadavg()[0]]}
+    facts = {
+        "seed": seed, "minutes": round(took_min, 1), "load": [load, os.getloadavg()[0]],
+        "ranks": asked.ranks, "busy": asked.busy,
+    }  # fmt: skip
     values = {
         name: {what: figure and dataclasses.asdict(figure) for what, figure in each.items()}
         for name, each in scores.items()

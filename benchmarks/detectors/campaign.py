@@ -146,17 +146,35 @@ class Group:
         self._processes, self._made = [], 0
 
 
+@contextlib.contextmanager
+def other_programs(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Keep this many CPUs busy, by the processes returned. They end with this process, too."""
+    busy = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+    programs = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(count)]
+    try:
+        yield programs
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
 def run_campaign(
     names: Sequence[str],
     truths: Iterable[Truth],
     minutes: float,
     out: Path,
     environments: Path,
+    busy: int = 0,
 ) -> dict[str, int]:
-    """Make rounds as long as another one fits. Return the number of failed runs by tool."""
+    """Make rounds as long as another one fits. Return the number of failed runs by tool.
+
+    busy: number of programs that keep a CPU busy all the time.
+    """
     draw, failed = random.Random(1), dict.fromkeys(names, 0)
     begin_s, longest_s = time.monotonic(), 0.0
     with contextlib.ExitStack() as stack:
+        stack.enter_context(other_programs(busy))
         groups = {name: Group(name, environments, out) for name in names}
         for group in groups.values():
             stack.callback(group.close)

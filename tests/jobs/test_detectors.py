@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.detectors.campaign import ENVIRONMENTS, draw_truths, read_runs, run_campaign
+from benchmarks.detectors.campaign import (
+    ENVIRONMENTS,
+    draw_truths,
+    other_programs,
+    read_runs,
+    run_campaign,
+)
 from benchmarks.detectors.protocol import Named, Run, read_run, times_path, write_answer, write_json
 from benchmarks.detectors.scoring import Figure, cell, differences, measured_cost_s, score
 from benchmarks.detectors.tools import CONTROL, scores_as_answer, traceml_answer, verdicts_as_answer
 from benchmarks.planted_truth import FAULTY, HEALTHY, Fault, Truth, plant
+from tests.support.leftovers import eventually
+from torchlens_perf.run.processes import process_cpu_time_s
 
 STEPS = 100
 
@@ -178,3 +187,9 @@ def test_one_round_runs_each_tool_on_the_same_fault(tmp_path: Path) -> None:
     assert plain.truth == watched.truth == next(draw_truths(1, 2))
     assert len(plain.named) == 1
     assert {len(seconds) for seconds in (*plain.seconds, *watched.seconds)} == {plain.truth.steps}
+
+
+def test_other_programs_keep_cpus_busy_until_the_end_of_the_campaign() -> None:
+    with other_programs(2) as programs:
+        assert eventually(lambda: all(process_cpu_time_s(each.pid) > 0.1 for each in programs))
+    assert [each.returncode for each in programs] == [-signal.SIGKILL] * 2
