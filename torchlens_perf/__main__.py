@@ -14,9 +14,8 @@ def _use_search_path_of_parent() -> None:
     ones.
     """
     here = os.path.dirname(os.path.abspath(__file__))
-    given = os.environ.get("_TORCHLENS_PERF_SEARCH_PATH", "").split("\n")
-    found = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-    sys.path[:] = dict.fromkeys([*filter(None, given), *found])
+    entries = [*os.environ.get("_TORCHLENS_PERF_SEARCH_PATH", "").split("\n"), *sys.path]
+    sys.path[:] = dict.fromkeys(each for each in entries if each and os.path.abspath(each) != here)
 
 
 def _run(arguments: list[str]) -> int:
@@ -33,6 +32,10 @@ def _run(arguments: list[str]) -> int:
         from torchlens_perf.sidecar.start import drain
 
         return drain.drain_old_runs(but=arguments[1])
+    if arguments[:1] == ["events"]:
+        from torchlens_perf.roles import node_reader
+
+        return node_reader.main(arguments)
     if arguments == ["job-store"]:
         from torchlens_perf.sidecar.nodes import job_store
 

@@ -542,8 +542,11 @@ class Watch(LiveResultMethods):
     ) -> None:
         """Close the session and show the report. changing: the lock on starting watches."""
         identity, mailbox, began_s = session.identity, None, time.monotonic()
-        is_removed = file_checks.is_missing(session.ring_path, follow_links=False)
-        removed_ring = session.ring_path if is_removed else None
+        removed_ring = (
+            session.ring_path
+            if file_checks.is_missing(session.ring_path, follow_links=False)
+            else None
+        )
         look: ReportRequest | None = None
         try:
             # The session is closed even if the user's own stderr raises KeyboardInterrupt: no

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +15,24 @@ from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.roles.event_file import (
     EVENTS,
     FOLDER,
+    LOCK,
     NOT_GIVEN,
+    UNTIL,
     NewEvents,
     read_new_events,
 )
 from torchlens_perf.roles.iterations import Event
+from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import HostClock
-from torchlens_perf.run.directory import RunDirectory, is_writer_running
+from torchlens_perf.run.directory import (
+    RunDirectory,
+    find_sidecar_lock,
+    is_writer_running,
+    modified_ns,
+)
 from torchlens_perf.run.mailbox import EVENTS as SUFFIX
 from torchlens_perf.run.place.node import host_of_node
+from torchlens_perf.run.rings import memory
 from torchlens_perf.store.reader import ParquetFolder
 from torchlens_perf.store.writer import EncodedFile, TableWriter
 
@@ -32,6 +42,9 @@ _COLUMNS = (
 _DISK_DIVISOR = 16
 _MAX_UNWRITTEN = 1 << 20
 _MIN_PERIOD_S, _MAX_PERIOD_S = 10.0, 120.0
+_OTHER_NODES_TIMEOUT_S, _POLL_INTERVAL_S = 2.0, 0.05
+_REQUEST = "request"
+"""File with which a sidecar asks the readers of other nodes to write all events."""
 
 
 class EventReader:
@@ -42,6 +55,12 @@ class EventReader:
         self._writer = TableWriter([run.path / FOLDER], node)
         self.rows: list[tuple[Any, ...]] = []
         self._anchor = HostClock().anchor()
+        self._folder = run.path / FOLDER
+        self._until = self._folder / f"{node}{UNTIL}"
+        # A killed reader has left it.
+        self._until.unlink(missing_ok=True)
+        self._read_ns, self._asked_ns = 0, modified_ns(self._folder / _REQUEST)
+        self._is_complete = True
         self._began_s = self._written_s = time.monotonic()
         # The footer of the next file: last sequence number and lost events by process. An earlier
         # sidecar may have written files.
@@ -53,6 +72,7 @@ class EventReader:
 
     def read(self) -> None:
         """Read the new events of all files."""
+        self._read_ns = time.monotonic_ns() + self._anchor.offset_ns
         for path in self._run.find_local_mailboxes(SUFFIX):
             known = self._read.setdefault(path.stem, {"last_sequence": 0, "lost": 0})
             ended = not is_writer_running(path)
@@ -73,6 +93,7 @@ class EventReader:
     def _add(self, process: str, found: NewEvents) -> None:
         host = host_of_node(self._node)
         others = [(f"{name}@{role}", role, name) for role, name in found.others]
+        self._is_complete &= not len(found.events)
         who = dict(enumerate([(process, found.role, found.name), *others]))
         # Others are not known while the description is being written.
         for each in found.events:
@@ -83,6 +104,43 @@ class EventReader:
                     int(each["time_ns"]), int(each["sequence"]),
                 )
             )  # fmt: skip
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """True if other nodes have events."""
+        return any(
+            not path.name.startswith((f"{self._node}-", f"{self._node}."))
+            for path in self._folder.glob("*.*")
+        )
+
+    @property
+    def is_asked(self) -> bool:
+        """True if a sidecar has asked for all events since the last call."""
+        before, self._asked_ns = self._asked_ns, modified_ns(self._folder / _REQUEST)
+        return before != self._asked_ns
+
+    def write_progress(self, *, ended: bool) -> None:
+        """Write the time until which all events of this node are written. Raise OSError.
+
+        ended: no event will follow.
+        """
+        if ended:
+            self._until.unlink(missing_ok=True)
+            return
+        self._folder.mkdir(exist_ok=True)
+        ownership.replace_private_file(self._until, str(self._read_ns))
+
+    def ask_other_nodes(self) -> None:
+        """Let the readers of other nodes write all events, and wait for them a short time."""
+        if self._is_complete or not list(self._folder.glob(f"*{UNTIL}")):
+            return
+        self._is_complete, request = True, self._folder / _REQUEST
+        request.write_bytes(b"")
+        asked_ns, until_s = modified_ns(request), time.monotonic() + _OTHER_NODES_TIMEOUT_S
+        while time.monotonic() < until_s and any(
+            modified_ns(each) < asked_ns for each in self._folder.glob(f"*{UNTIL}")
+        ):
+            time.sleep(_POLL_INTERVAL_S)
 
     @property
     def is_file_due(self) -> bool:
@@ -120,19 +178,27 @@ def read_events(
     *,
     disk_bytes: int,
     ended: bool,
-) -> EventReader:
-    """Read the new events of a node, and write them if it is time. Return the reader.
+) -> EventReader | None:
+    """Read the new events of a node, and write them if it is time. Return the reader, if there is one.
 
     reader: None at the first call. receivers: get the traces of iterations; None without an exporter.
     ended: True if a rank has ended, whose report needs all events.
     """
+    lock, until_s = find_sidecar_lock(run.run_id), time.monotonic() + ended * _OTHER_NODES_TIMEOUT_S
+    # A reader that was started before this sidecar ends as soon as it notices the sidecar.
+    while not reader and lock and memory.is_held(lock.with_name(LOCK), fcntl.LOCK_SH):
+        if time.monotonic() >= until_s:
+            return None
+        time.sleep(_POLL_INTERVAL_S)
     reader = reader or EventReader(run, node)
     before = len(reader.rows)
     reader.read()
-    if receivers is not None:
+    if receivers is not None and not reader.has_other_nodes:
         _send_traces(reader.rows[before:], receivers, ended=ended)
     if ended or reader.is_file_due:
         reader.write(disk_bytes)
+    if ended:
+        reader.ask_other_nodes()
     return reader
 
 

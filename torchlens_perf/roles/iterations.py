@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -20,6 +21,7 @@ STEPS, WEIGHTS, OTHER = "steps", "weights", "other"
 # Times that a change does not name stay the same, which is not quite true. The noise is that of the
 # recorded iterations and of those after the change, each with two standard errors.
 _MODEL_ERROR, _STANDARD_ERRORS = 0.1, 2 * 2**0.5
+_ROUNDING_S = 1e-6
 
 
 class Event(NamedTuple):
@@ -221,6 +223,20 @@ def widen_bounds(
         max(0.0, low_s * (1 - _MODEL_ERROR) - noise_s),
         min(sum(times), high_s * (1 + _MODEL_ERROR) + noise_s),
     )
+
+
+def find_smallest_shift(lead: Iterable[Event], other: Iterable[Event]) -> float:
+    """Return the smallest number of seconds to add to another node's times, for times of the lead's clock.
+
+    Nothing happens to a sample before it is sent. Without such events, return -math.inf.
+    """
+    sent = [each for each in lead if each.name == "sample_sent"]
+    # Later samples may have the ids of earlier ones, which cannot be told apart without a clock.
+    counts = Counter(each.id for each in sent)
+    times = {each.id: each.time_s for each in sent if counts[each.id] == 1}
+    effects = (each for each in other if each.id in times and each.name != "sample_sent")
+    least_s = max((times[each.id] - each.time_s for each in effects), default=-math.inf)
+    return least_s + _ROUNDING_S
 
 
 def build_iterations(events: Iterable[Event]) -> list[Iteration]:

@@ -1,12 +1,12 @@
 """perf.role() and perf.event(): what a process of a job with several roles says of its work.
 
 An event is one record in a memory-mapped file. This process starts no thread and opens no socket.
-The sidecar that a watched trainer of the same node has started reads the file.
+The sidecar that a watched trainer of the same node has started reads the file, or a process that is
+started at the first event (node_reader.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import threading
@@ -16,17 +16,15 @@ from pathlib import Path
 from torchlens_perf import config as configuration
 from torchlens_perf.errors import ConfigError, guard, unknown_word_text
 from torchlens_perf.output import logger
-from torchlens_perf.roles import libraries
+from torchlens_perf.roles import libraries, node_reader
 from torchlens_perf.roles.detection import find_role
 from torchlens_perf.roles.event_file import CODES, EVENTS, NOT_GIVEN, ROLES, EventFile
 from torchlens_perf.run import directory
-from torchlens_perf.run.directory import SIDECAR_LOCK
 from torchlens_perf.run.identity import run_id_from_environment
 from torchlens_perf.run.mailbox import EVENTS as SUFFIX
 from torchlens_perf.run.place import launcher
 from torchlens_perf.run.place.node import namespace_digest
 from torchlens_perf.run.processes import process_start_ticks, read_command_line
-from torchlens_perf.run.rings import memory
 
 ROLE = "TORCHLENS_PERF_ROLE"
 _MAX_NAME = 100
@@ -60,9 +58,9 @@ def role(role: str, name: str = "") -> None:
 
     name: distinguishes processes of the same role in the report; by default, the order in which they
     started. The variable TORCHLENS_PERF_ROLE=rollout/engine-1 does the same. Known libraries then
-    record events (libraries.py). All processes of a job
-    need the same TORCHLENS_PERF_RUN_ID, and the trainers a watch(). Raise ConfigError for another
-    role.
+    record events (libraries.py). All processes of a job need the same TORCHLENS_PERF_RUN_ID, those on
+    nodes without a trainer also TORCHLENS_PERF_DIR, and the trainers a watch(). Raise ConfigError for
+    another role.
     """
     if role not in ROLES:
         raise ConfigError(unknown_word_text("role", role, ROLES) + f" Roles: {', '.join(ROLES)}.")
@@ -111,7 +109,8 @@ def event(
     name: one of the events in docs/guides/reinforcement-learning.md. id: of the sample, the same in
     all processes. batch: of the iteration. Only these values are kept, nothing of prompts or answers.
     Ids of more than 48 bytes are shortened. Any thread may call this. It takes a few microseconds and
-    never waits. Raise ConfigError for an unknown name.
+    never waits. The first call creates a file, and may start a process that reads it. Raise
+    ConfigError for an unknown name.
     """
     code = CODES.get(name)
     if code is None:
@@ -121,7 +120,7 @@ def event(
 
 def make_id() -> str:
     """Return an id that no other process uses, for a generation whose sample is not known."""
-    return f"{os.getpid()}-{next(_ids)}"
+    return f"{namespace_digest()}-{os.getpid()}-{next(_ids)}"
 
 
 def record(
@@ -192,6 +191,9 @@ def _create_file(run_id: str) -> EventFile:
     name = f"{_process.role}-{pid}-{process_start_ticks(pid) or 0}{SUFFIX}"
     made = directory.call_in_local_folder(run_id, lambda folder: EventFile(folder / name))
     made.describe_process(_process.role, _process.name, detected=_process.is_detected)
+    if _process.role != "trainer":
+        # A trainer's watch starts the sidecar.
+        node_reader.ensure_running(run_id, made.path.parent)
     # This also runs at the end of processes that multiprocessing has forked.
     Finalize(None, _remove_file, (made.path,), exitpriority=50)
     for folder, _ in directory.find_local_run_folders():
@@ -202,15 +204,15 @@ def _create_file(run_id: str) -> EventFile:
 
 @guard("removing the file of events")
 def _remove_file(path: Path) -> None:
-    """Remove this process's file at its end, if no sidecar reads it."""
-    if not memory.is_held(path.parent / SIDECAR_LOCK, fcntl.LOCK_SH):
+    """Remove this process's file at its end, if no process reads it."""
+    if not node_reader.is_read(path.parent):
         path.unlink(missing_ok=True)
         directory.remove_if_empty(path.parent)
 
 
 def _remove_dead_files(folder: Path) -> None:
-    """Remove what killed processes of another run have left, if no sidecar reads it."""
-    if not memory.is_held(folder / SIDECAR_LOCK, fcntl.LOCK_SH):
+    """Remove what killed processes of another run have left, if no process reads it."""
+    if not node_reader.is_read(folder):
         for path in folder.glob(f"*{SUFFIX}"):
             if not directory.is_writer_running(path):
                 path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ def add_iterations(run: RunDirectory, report: Report) -> None:
     if not iterations:
         notes.append("the events of roles contain no second iteration: see batch_complete")
         return
-    steps, per_iteration = read_trainer_steps(run, iterations, notes)
+    steps, per_iteration = read_trainer_steps(run, iterations, recorded.shifts, notes)
     found = find_causes(iterations, steps, per_iteration)
     count, total_s = len(iterations), sum(each.seconds for each in iterations)
     roles = list(recorded.roles.values())
@@ -49,8 +49,9 @@ def add_iterations(run: RunDirectory, report: Report) -> None:
         build_lanes(iterations, list(pair_events(recorded.events)), recorded.roles),
         len({each.process for each in steps}) > 1,
     )
-    pid = recorded.pids[iterations[0].trainer]
-    lead = next((each["rank"] for each in report["ranks"] if each["pid"] == pid), None)
+    place = recorded.pids[iterations[0].trainer]
+    ranks = (each for each in report["ranks"] if (each["host"], each["pid"]) == place)
+    lead = next((each["rank"] for each in ranks), None)
     wait_s = sum(each.seconds - each.steps_s for each in iterations) / count / per_iteration
     replace_verdicts(report, iterations, found, lead, wait_s)
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 from torchlens_perf.roles.causes import RankStep
-from torchlens_perf.roles.event_file import FOLDER
+from torchlens_perf.roles.event_file import FOLDER, UNTIL
 from torchlens_perf.roles.iterations import (
     STAGES,
     Event,
     Iteration,
     build_iterations,
+    find_smallest_shift,
     name_processes,
     sum_tokens,
 )
-from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run import ownership
+from torchlens_perf.run.directory import RunDirectory, modified_ns
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 
 # The newest events are enough for an answer, which screens show again and again.
@@ -32,66 +39,163 @@ _STEP_COLUMNS = ("rank", "step", "start_ns", "duration_ns", "own_ns")
 
 @dataclasses.dataclass
 class RecordedEvents:
-    """The newest events of a run. Processes have names such as "engine-1" or "tool"."""
+    """The newest events of a run. Processes have names such as "engine-1" or "tool (node-b)".
+
+    Times are of the clock of the node whose trainer collects the batches.
+    """
 
     events: list[Event]
     roles: dict[str, str]
     """Role by process."""
-    pids: dict[str, int]
-    """Process id by process."""
+    pids: dict[str, tuple[str, int]]
+    """Host and process id by process."""
     detected: list[str]
     """Processes that have not set their role."""
     lost: int
     """Number of events that were overwritten before they were read."""
+    shifts: dict[str, float]
+    """Seconds that were added to the times of a node, by its name in file names."""
+    until_s: float
+    """Time until which the events of all nodes are there."""
+
+
+class _Row(NamedTuple):
+    host: str
+    process: str
+    """Name of its file. Other nodes may have the same names."""
+    role: str
+    name: str
+    event: Event
 
 
 def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
-    """Return the newest events. notes: receives a line for each damaged file.
-
-    Only the node with the most events counts, because the clocks of nodes differ.
-    """
-    hosts: dict[str, list[tuple[str, str, str, Event]]] = {}
-    lost: dict[str, int] = {}
+    """Return the newest events. notes: receives a line for each damaged file, and each wrong clock."""
+    nodes: dict[str, list[_Row]] = defaultdict(list)
+    offsets_ns: dict[str, int] = {}
+    lost: dict[tuple[str, str], int] = {}
     detected: set[str] = set()
 
     def add(file: ParquetFile) -> None:
+        node = _node_of(file.path)
         for process, read in file.footer.items():
-            lost[process] = max(lost.get(process, 0), int(read["lost"]))
+            lost[node, process] = max(lost.get((node, process), 0), int(read["lost"]))
             if read.get("detected"):
-                detected.add(process)
-        table = file.read_table(_EVENT_COLUMNS).to_pydict()
-        columns = (table[name] for name in _EVENT_COLUMNS)
-        for host, role, name, time_ns, process, *rest in zip(*columns, strict=True):
-            event = Event(time_ns * _NS, process, *rest)
-            hosts.setdefault(host, []).append((process, role, name, event))
+                detected.add(_key_of(node, process))
+        table = file.read_table((*_EVENT_COLUMNS, "time"))
+        columns = {name: table.column(name).to_pylist() for name in _EVENT_COLUMNS}
+        # The newest file is read first.
+        unix_ns = table.column("time").cast("int64")[-1].as_py()
+        offsets_ns.setdefault(node, unix_ns - columns["monotonic_ns"][-1])
+        for host, role, name, time_ns, process, *rest in zip(*columns.values(), strict=True):
+            key = _key_of(node, process)
+            nodes[node].append(_Row(host, key, role, name, Event(time_ns * _NS, key, *rest)))
 
     folder = ParquetFolder(run.path / FOLDER, unreadable=make_error_collector(notes))
-    folder.paths.reverse()
-    for _ in folder.read_each(add):
-        if max(map(len, hosts.values()), default=0) >= _MOST_EVENTS:
-            break
-    newest = max(hosts.values(), key=len, default=[])
-    newest.sort(key=lambda each: each[-1].time_s)
-    names = name_processes({process: name or role for process, role, name, _ in newest})
+    folder.paths.sort(key=modified_ns, reverse=True)
+    is_cut = any(sum(map(len, nodes.values())) >= _MOST_EVENTS for _ in folder.read_each(add))
+    shifts = _find_shifts(nodes, offsets_ns, notes)
+    rows = [
+        each._replace(event=each.event._replace(time_s=each.event.time_s + shift))
+        for node, shift in shifts.items()
+        for each in nodes[node]
+    ]
+    if is_cut:
+        # From then on, the events of all nodes were read.
+        begin_s = max(_time_of(min(nodes[node], key=_time_of)) + shifts[node] for node in nodes)
+        rows = [each for each in rows if _time_of(each) >= begin_s]
+    rows.sort(key=_time_of)
+    labels = {each.process: each.name or each.role for each in rows}
+    if len({each.host for each in rows}) > 1:
+        labels |= {
+            each.process: f"{labels[each.process]} ({each.host})"
+            for each in rows
+            if "@" not in each.process
+        }
+    names = name_processes(labels)
     return RecordedEvents(
-        [event._replace(process=names[process]) for process, _, _, event in newest],
-        {names[process]: role for process, role, _, _ in newest},
+        [each.event._replace(process=names[each.process]) for each in rows],
+        {names[each.process]: each.role for each in rows},
         # What processes record of others has no process id.
         {
-            name: int(process.split("-")[-2])
-            for process, name in names.items()
-            if "@" not in process
+            names[each.process]: (each.host, int(each.process.split("-")[-2]))
+            for each in rows
+            if "@" not in each.process
         },
         sorted(names[process] for process in detected & names.keys()),
         sum(lost.values()),
+        shifts,
+        _read_until_s(run, shifts, offsets_ns),
     )
+
+
+def _time_of(row: _Row) -> float:
+    return row.event.time_s
+
+
+def _node_of(path: Path) -> str:
+    return path.stem.rpartition("-")[0]
+
+
+def _key_of(node: str, process: str) -> str:
+    """Return a key of a process among those of all nodes.
+
+    An address that several nodes have used is one server, unless it is of the node itself.
+    """
+    is_shared = "@" in process and not process.startswith(("127.", "localhost", "[::1]"))
+    return process if is_shared else f"{node}/{process}"
+
+
+def _find_shifts(
+    nodes: Mapping[str, Sequence[_Row]], offsets_ns: Mapping[str, int], notes: list[str]
+) -> dict[str, float]:
+    """Return the seconds to add to the times of each node, so that they are of the lead's clock.
+
+    They are those of the wall clocks, unless something then happens to a sample before it is sent.
+    """
+    lead = max(nodes, key=lambda node: _rate_as_lead(nodes[node]), default="")
+    shifts: dict[str, float] = {}
+    for node, rows in nodes.items():
+        by_clock_s = (offsets_ns[node] - offsets_ns[lead]) * _NS
+        least_s = find_smallest_shift(
+            (each.event for each in nodes[lead]), (each.event for each in rows)
+        )
+        shifts[node] = by_clock_s if node == lead else max(by_clock_s, least_s)
+        if shifts[node] > by_clock_s:
+            notes.append(
+                f"the clock of {rows[0].host} is {least_s - by_clock_s:.3f} s late or more, by the order of"
+                " events: its events of roles were moved by this time"
+            )
+    return shifts
+
+
+def _rate_as_lead(rows: Sequence[_Row]) -> tuple[int, int]:
+    return sum(each.event.name == "batch_complete" for each in rows), len(rows)
+
+
+def _read_until_s(
+    run: RunDirectory, shifts: Mapping[str, float], offsets_ns: Mapping[str, int]
+) -> float:
+    found = [math.inf]
+    for node, shift in shifts.items():
+        # Only a reader without a sidecar, which is still running or was killed, has this file.
+        with suppress(OSError, ValueError):
+            text = ownership.read_regular_file(run.path / FOLDER / f"{node}{UNTIL}", 64)
+            found.append((int(text) - offsets_ns[node]) * _NS + shift)
+    return min(found)
 
 
 def read_iterations(run: RunDirectory, notes: list[str]) -> tuple[RecordedEvents, list[Iteration]]:
     """Return the newest events, and their iterations."""
     recorded = read_events(run, notes)
     # The first iteration contains the warm-up of all processes.
-    return recorded, build_iterations(recorded.events)[1:]
+    iterations = build_iterations(recorded.events)[1:]
+    found = [each for each in iterations if each.end_s <= recorded.until_s]
+    if len(found) < len(iterations):
+        notes.append(
+            f"the last {len(iterations) - len(found)} iterations are left out: another node has not"
+            " written its events yet"
+        )
+    return recorded, found
 
 
 QUERY_TABLES = {
@@ -128,12 +232,16 @@ def query_rows(run: RunDirectory, tables: Collection[str]) -> Iterator[tuple[str
 
 
 def read_trainer_steps(
-    run: RunDirectory, iterations: Sequence[Iteration], notes: list[str]
+    run: RunDirectory,
+    iterations: Sequence[Iteration],
+    shifts: Mapping[str, float],
+    notes: list[str],
 ) -> tuple[list[RankStep], float]:
     """Return the steps of all ranks inside of the iterations' optimizer steps, and the number of all
     steps of a rank in an iteration.
 
-    The first step of an iteration contains the wait for its samples, so it is left out.
+    The first step of an iteration contains the wait for its samples, so it is left out. shifts: see
+    RecordedEvents. Steps of a node without events are left out, because its clock is not known.
     """
     found: list[RankStep] = []
     windows = sorted(
@@ -145,11 +253,13 @@ def read_trainer_steps(
     def add(file: ParquetFile) -> float:
         table = file.read_table(_STEP_COLUMNS).to_pydict()
         columns = (table[name] for name in _STEP_COLUMNS)
+        shift_s = shifts.get(_node_of(file.path), -math.inf)
         for rank, step, start_ns, duration_ns, own_ns in zip(*columns, strict=True):
-            at = bisect.bisect(windows, (start_ns * _NS,)) - 1
-            if at >= 0 and (start_ns + duration_ns) * _NS <= windows[at][1]:
+            start_s = start_ns * _NS + shift_s
+            at = bisect.bisect(windows, (start_s,)) - 1
+            if at >= 0 and start_s + duration_ns * _NS <= windows[at][1]:
                 found.append(RankStep(windows[at][2], f"rank {rank}", step, own_ns * _NS))
-        return max(table["start_ns"], default=0) * _NS
+        return max(table["start_ns"], default=0) * _NS + shift_s
 
     folder = ParquetFolder(run.steps, unreadable=make_error_collector(notes))
     folder.paths.reverse()

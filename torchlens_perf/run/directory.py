@@ -9,6 +9,7 @@
       steps/NODE-*.parquet one row a step and rank
       spans/NODE-*.parquet one row a record
       events/NODE-*.parquet  one row an event of a job with roles, see roles/
+      events/NODE.until    until when a node without a trainer has written its events
       oom/rankNNNNN-STEP.json, .txt  live memory of a device at an out-of-memory error
       gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds
       captures/            detailed traces of a few steps, see captures.py
@@ -214,7 +215,7 @@ class RunDirectory:
     def local_change_times_ns(self) -> list[int]:
         """Return when each folder of local_rings() last changed; 0 for a missing folder."""
         return [
-            _modified_ns(_local_folder_path(parent, self.run_id))
+            modified_ns(_local_folder_path(parent, self.run_id))
             for parent in _local_parent_folders()
         ]
 
@@ -442,7 +443,8 @@ def sidecar_log_path(lock: Path) -> Path:
     return lock.with_name(_LOG)
 
 
-def _modified_ns(folder: Path) -> int:
+def modified_ns(folder: Path) -> int:
+    """Return when a folder or file last changed, by the clock of its disk; 0 if it is missing."""
     try:
         return os.stat(folder).st_mtime_ns
     except ours(OSError):
@@ -588,7 +590,7 @@ def find_local_run_folders() -> Iterator[tuple[Path, float]]:
             found = sorted(parent.iterdir()) if _is_private_folder(parent) else []
         for folder in found:
             if _is_private_folder(folder):
-                yield folder, _modified_ns(folder) / 1e9
+                yield folder, modified_ns(folder) / 1e9
 
 
 def is_writer_running(path: Path) -> bool:

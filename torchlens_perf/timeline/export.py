@@ -220,7 +220,7 @@ def _write_events(
             writer.write_track(track, arrows)
         _write_rank_counters(writer, source, steps, offset_of)
         advanced(number + 1, len(batches))
-    # All processes with roles are on one node.
+    # Their times are of the clock of the node whose trainer collects the batches.
     for process, row, found in read_slices(
         source.run, source.notes, begin_ns, next(iter(offset_of.values()))
     ):
