@@ -38,10 +38,13 @@ def autoload() -> None:
     """Entry point `torch.backends`. It never raises, as that would make `import torch` fail."""
     # torch calls this function in every process of an environment with this package. Most of them
     # must not pay for the imports below. This is config.SWITCH.
-    if "TORCHLENS_PERF" in os.environ:
+    if "TORCHLENS_PERF" in os.environ and "torch" in sys.modules:
         _autoload_if_switched_on()
-    # This is roles.recording.ROLE. Libraries of such a process record events.
-    if "TORCHLENS_PERF_ROLE" in os.environ:
+    # This is roles.recording.ROLE. Libraries of such a process record events, and those of one that
+    # asks servers in a job with roles: it has imported openai (startup/sitecustomize.py).
+    if "TORCHLENS_PERF_ROLE" in os.environ or (
+        "TORCHLENS_PERF_RUN_ID" in os.environ and "torch" not in sys.modules
+    ):
         importlib.import_module("torchlens_perf.roles.libraries").attach()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT, run
+from tests.support.servers import wait_for
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import EVENTS
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder
 
 JOBS = Path(__file__).parent / "jobs"
@@ -97,3 +100,47 @@ def test_batches_of_grpo_are_iterations(tmp_path: Path) -> None:
     assert counts["batch_complete"] == counts["steps_end"] == 4
     tokens = [each["tokens_out"] for each in rows(folder) if each["event"] == "generation_end"]
     assert sum(tokens) == expected["tokens"]
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@needs("openai")
+@pytest.mark.parametrize(
+    ("arguments", "variables", "role"),
+    [
+        # It answers the model, so it is a tool.
+        (("2",), {}, "tool"),
+        # It may be a judge, or the trainer.
+        (("1",), {}, ""),
+        (("2", "torch"), {}, ""),
+        (("2",), {"TORCHLENS_PERF_ROLE": "reward/judge"}, "reward"),
+    ],
+)
+def test_role_of_a_process_that_only_asks_servers(
+    arguments: tuple[str, ...], variables: dict[str, str], role: str, tmp_path: Path
+) -> None:
+    """Only a set role, or a chat that continues in a process without torch, says what it is."""
+    run_id = f"t{os.getpid()}-{tmp_path.name}"
+    folder = RunDirectory(tmp_path / "runs" / run_id)
+    folder.create()
+    script = [str(JOBS / "agent_client.py"), *arguments]
+    environment = {"PYTHONPATH": str(ROOT), **variables}
+    expected = run([sys.executable, *script], tmp_path, **environment)
+    command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", *script]
+    of_job = {"TORCHLENS_PERF_RUN_ID": run_id, "TORCHLENS_PERF_DIR": str(tmp_path / "runs")}
+    done = run(command, tmp_path, **environment, **of_job)
+
+    assert (done.returncode, done.stdout) == (0, expected.stdout), done.stderr
+    if not role:
+        assert not folder.find_local_mailboxes(EVENTS)
+        assert not (folder.path / "events").exists()
+        return
+    wait_for(lambda: not folder.find_local_mailboxes(EVENTS), 60)
+    events = rows(folder.path)
+    counts = Counter((each["role"], each["event"]) for each in events)
+    # Without a set role, the first request of all is made before the role is known.
+    assert counts["rollout", "generation_end"] == 5 + (role == "reward")
+    assert counts["tool", "tool_begin"] == counts["tool", "tool_end"] == 3
+    of_process = {each["role"] for each in events if not each["name"] and each["role"] != "rollout"}
+    assert of_process == ({"tool"} if role == "tool" else set())
+    assert "secret" not in str(events)

@@ -64,6 +64,7 @@ def test_invalid_variable_does_not_reach_a_followed_library(
 ) -> None:
     monkeypatch.setenv("TORCHLENS_PERF", "maybe")
     monkeypatch.delenv("TORCHLENS_PERF_RAISE")
+    recording.detect_role("tool")
     for _ in range(2):
         recording.record("sample_sent", 1)
     assert caplog.text.count("TORCHLENS_PERF='maybe': must be 1 or 0") == 1
@@ -75,6 +76,7 @@ def test_server_that_sends_null_for_a_number_of_tokens(
     monkeypatch: pytest.MonkeyPatch, files: Path
 ) -> None:
     monkeypatch.setenv("TORCHLENS_PERF_RUN_ID", RUN)
+    recording.detect_role("tool")
     client = SimpleNamespace(base_url="http://engine:1/v1")
     request = openai_hooks._Request(SimpleNamespace(_client=client), ())
     request.add(SimpleNamespace(usage=SimpleNamespace(prompt_tokens=None, completion_tokens=3)))
@@ -82,6 +84,17 @@ def test_server_that_sends_null_for_a_number_of_tokens(
     (path,) = files.rglob("*.events")
     events = read_new_events(path, 0, ended=True).events
     assert (events["tokens_in"].tolist(), events["tokens_out"].tolist()) == ([-1, -1], [-1, 3])
+
+
+def test_library_of_a_process_whose_role_is_not_known_records_nothing(
+    monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
+    monkeypatch.setenv("TORCHLENS_PERF_RUN_ID", RUN)
+    recording.record("generation_begin", 1)
+    assert not written(files)
+    perf.role("other")
+    recording.record("generation_begin", 2)
+    assert written(files) == {"other/": [b"2"]}
 
 
 def test_only_a_longer_chat_with_the_same_begin_continues_a_sample() -> None:

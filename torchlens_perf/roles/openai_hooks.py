@@ -2,11 +2,15 @@
 
 A request is a generation of the server. In a rollout of TRL, it is a sample, or continues the sample
 of an earlier request: one of the same thread or task with the first of its messages.
+
+A process without a role that continues a chat is a tool: it has answered the model. One that has
+imported torch or JAX may be a trainer, and one that continues none may be a judge: they have no role.
 """
 
 from __future__ import annotations
 
 import contextvars
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -39,8 +43,11 @@ class _Request:
         count = len(earlier)
         if batch == self.batch and earlier and self.messages[:count] == earlier != self.messages:
             # A conversation continues with what a tool or the environment has answered.
-            record("tool_begin", self.sample, of=("tool", "between turns"), time_ns=end_ns)
-            record("tool_end", self.sample, of=("tool", "between turns"), time_ns=self.began_ns)
+            if not recording.current_role() and not {"torch", "jax"} & sys.modules.keys():
+                recording.detect_role("tool")
+            mate = None if recording.current_role() == "tool" else ("tool", "between turns")
+            record("tool_begin", self.sample, of=mate, time_ns=end_ns)
+            record("tool_end", self.sample, of=mate, time_ns=self.began_ns)
             return
         self.sample = recording.make_id()
         if mine.is_generating:

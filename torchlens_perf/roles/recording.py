@@ -68,10 +68,15 @@ def role(role: str, name: str = "") -> None:
     libraries.attach()
 
 
-def detect_role(role: str, name: str) -> None:
+def detect_role(role: str, name: str = "") -> None:
     """Set the role of this process unless its user has set one. "other" is no role that was detected."""
     if not _process.is_set and role != "other":
         _set_role(role, name, detected=True)
+
+
+def current_role() -> str:
+    """Return the role of this process; "" if it is not known."""
+    return _process.role if _process.is_set or _process.role != "other" else ""
 
 
 @guard("following a trainer")
@@ -133,12 +138,13 @@ def record(
     of: tuple[str, str] | None = None,
     time_ns: int = 0,
 ) -> None:
-    """Record an event that was seen in a library.
+    """Record an event that was seen in a library, if the role of this process is known.
 
     of: role and name of another process, or of a function, that the event is of. time_ns: time of
     CLOCK_MONOTONIC; 0 for the present time.
     """
-    _write(CODES[name], id, batch, tokens_in, tokens_out, of, time_ns)
+    if current_role():
+        _write(CODES[name], id, batch, tokens_in, tokens_out, of, time_ns)
 
 
 @guard("recording an event", passes=())  # An invalid variable must not reach a followed library.

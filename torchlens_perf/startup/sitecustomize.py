@@ -1,10 +1,10 @@
-"""Install an import finder that starts recording after the import of torch.
+"""Install an import finder that starts recording after the import of torch or openai.
 
 Python loads this module before the script of `torchlens-perf run`, because commands/run.py has
 prepended this folder to PYTHONPATH. This module restores PYTHONPATH and then loads the
 sitecustomize module that Python would otherwise have loaded.
 
-Until torch is imported, sys.modules must be the same as without this package. Therefore this module
+Until one of them is imported, sys.modules must be the same as without this package. Therefore this module
 does not even import `typing` or `__future__`.
 """
 
@@ -25,6 +25,8 @@ USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"
 class TorchImportHook:
     """Import finder that starts recording after the import of torch, even without torch's autoload.
 
+    A process that imports openai and not torch may be an agent of a job with roles.
+
     The finder stays in sys.meta_path. Removing it during an import would make that import skip the
     next finder.
     """
@@ -34,15 +36,15 @@ class TorchImportHook:
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> "ModuleSpec | None":
-        """Return the spec of torch, whose loader then starts recording; None for other modules."""
-        if fullname != "torch" or target is not None or self._asks:
+        """Return the spec of torch or openai, whose loader then starts recording; None for others."""
+        if fullname not in ("torch", "openai") or target is not None or self._asks:
             return None
         import importlib.machinery
         import importlib.util
 
         self._asks = True
         try:
-            spec = importlib.util.find_spec("torch")
+            spec = importlib.util.find_spec(fullname)
         except Exception:
             return None  # The import repeats the search, and the script gets its error.
         finally:
