@@ -104,6 +104,35 @@ def test_batches_of_grpo_are_iterations(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.distributed
+@needs("trl")
+def test_tools_of_grpo_are_not_generation(tmp_path: Path) -> None:
+    """The samples of a batch call a tool of 0.1 s in none, one, two and one turns, one after the other."""
+    expected = seen("trl_tools", tmp_path / "without")
+    found = seen("trl_tools", tmp_path / "with", WATCHED="1")
+    (folder,) = (tmp_path / "with/torchlens-perf").iterdir()
+    report: Any = load_report(RunDirectory(folder), lost_time=False)
+    iterations = report["iterations"]
+
+    assert found == expected
+    assert found["calls"] == 4 * 4
+    assert iterations.count == 3
+    # Three calls in the first turn, and one in the second one.
+    assert iterations.parts["tool"] == pytest.approx(0.4, rel=0.3)
+    ends = [each for each in rows(folder) if each["event"] == "generation_end"]
+    turns = Counter(each["id"] for each in ends)
+    assert [turns[f"{batch}-0-{index}"] for batch in range(4) for index in range(4)] == [
+        1,
+        2,
+        3,
+        2,
+    ] * 4
+    assert {each["tokens_out"] for each in ends} == {4}
+    tools = Counter(each["id"] for each in rows(folder) if each["event"] == "tool_end")
+    assert all(tools[sample] == count - 1 for sample, count in turns.items())
+
+
+@pytest.mark.long
+@pytest.mark.distributed
 @needs("openai")
 @pytest.mark.parametrize(
     ("arguments", "variables", "role"),

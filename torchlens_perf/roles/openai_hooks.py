@@ -45,7 +45,7 @@ class _Request:
             # A conversation continues with what a tool or the environment has answered.
             if not recording.current_role() and not {"torch", "jax"} & sys.modules.keys():
                 recording.detect_role("tool")
-            mate = None if recording.current_role() == "tool" else ("tool", "between turns")
+            mate = None if recording.current_role() == "tool" else trl_hooks.BETWEEN_TURNS
             record("tool_begin", self.sample, of=mate, time_ns=end_ns)
             record("tool_end", self.sample, of=mate, time_ns=self.began_ns)
             return

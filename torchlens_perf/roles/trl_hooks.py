@@ -5,16 +5,19 @@ Each rank generates samples of its own, and all ranks know the number of the ite
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from torchlens_perf.roles import recording
+from torchlens_perf.roles.event_file import NOT_GIVEN
 from torchlens_perf.roles.recording import record
 
 Following = Generator[None, Any, None]
+BETWEEN_TURNS = "tool", "between turns"
 
 
 class Rollout:
@@ -30,8 +33,8 @@ class Rollout:
         """Samples of this rank, of which the hooks of openai add those that they see."""
         self.sent_ns = time.monotonic_ns()
         """When the samples were sent, after the weights."""
-        self.ended_ns = 0
-        """When the last turn of their generation ended; 0 if a function of the user generates."""
+        self.turns: list[tuple[int, int]] = []
+        """Begin and end of each turn of their generation; empty if a function of the user generates."""
 
     @property
     def trainer(self) -> Any:
@@ -94,23 +97,54 @@ def _follow_generate(trainer: Any, prompts: Any, *args: Any, **kwargs: Any) -> F
     if mine.ids:
         return
     prompt_ids, completion_ids, masks = result[:3]
-    rank, end_ns = trainer.accelerator.process_index, mine.ended_ns or time.monotonic_ns()
+    rank = trainer.accelerator.process_index
+    # The first turn may begin with sending the weights.
+    turns = mine.turns or [(0, time.monotonic_ns())]
+    turns[0] = mine.sent_ns, turns[0][1]
     for index, completion in enumerate(completion_ids):
         mine.ids.append(sample := f"{mine.batch}-{rank}-{index}")
-        prompt = prompt_ids[index * len(prompt_ids) // len(completion_ids)]
+        prompt = len(prompt_ids[index * len(prompt_ids) // len(completion_ids)])
+        mask = [1] * len(completion) if masks is None else masks[index]
         record("sample_sent", sample, batch=mine.batch, time_ns=mine.sent_ns)
-        record("generation_begin", sample, of=mine.engine, time_ns=mine.sent_ns)
-        # The mask is 0 for the tokens of tools.
-        tokens = len(completion) if masks is None else int(sum(masks[index]))
+        _record_turns(sample, prompt, mask, turns, mine.engine)
+
+
+def _record_turns(
+    sample: str,
+    prompt: int,
+    mask: Sequence[int],
+    turns: Sequence[tuple[int, int]],
+    engine: tuple[str, str] | None,
+) -> None:
+    """Record the turns of a sample, and its tools between them. Samples without a call have fewer turns.
+
+    prompt: number of tokens. mask: 0 for the tokens of tools, which are before each further turn.
+    """
+    runs = [(value, len(list(run))) for value, run in itertools.groupby(mask, bool)]
+    # A mask of a function of the user says nothing of turns. The last turn may have no token.
+    count = 1 if len(turns) == 1 else 1 + sum(not is_made for is_made, _ in runs)
+    ended_ns, tokens = 0, [length for is_made, length in runs if is_made]
+    for number, (begin_ns, end_ns) in enumerate(turns[:count]):
+        if number:
+            record("tool_begin", sample, of=BETWEEN_TURNS, time_ns=ended_ns)
+            record("tool_end", sample, of=BETWEEN_TURNS, time_ns=begin_ns)
+        made = sum(tokens[number : number + 1] if count > 1 else tokens)
+        record("generation_begin", sample, of=engine, time_ns=begin_ns)
         record(
-            "generation_end", sample, tokens_in=len(prompt), tokens_out=tokens, of=mine.engine,
+            "generation_end",
+            sample,
+            tokens_in=prompt if number == 0 else NOT_GIVEN,
+            tokens_out=made,
+            of=engine,
             time_ns=end_ns,
-        )  # fmt: skip
+        )
+        ended_ns = end_ns
 
 
 def _follow_turn(*args: Any, **kwargs: Any) -> Following:
+    begin_ns = time.monotonic_ns()
     yield
-    rollout.ended_ns = time.monotonic_ns()
+    rollout.turns.append((begin_ns, time.monotonic_ns()))
 
 
 def _follow_part(edge: str) -> Callable[..., Following]:
