@@ -8,6 +8,7 @@ which is the most that could be gained.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from torchlens_perf.roles.iterations import Change, Iteration, Sample, Segment, widen_bounds
+from torchlens_perf.run.grouping import group_values
 
 LONG_SAMPLES, SLOW_ENGINE, LOADED_ENGINE = "long_samples", "slow_engine", "loaded_engine"
 SLOW_TOOL, SLOW_REWARD, SLOW_WEIGHTS = "slow_tool", "slow_reward", "slow_weights"
@@ -140,9 +142,7 @@ def save(iterations: Sequence[Iteration], *removes: Callable[[Iteration], Iterat
     """Return the time that these changes save, one after the other."""
     saved_s = 0.0
     for iteration in iterations:
-        rest = iteration
-        for remove in removes:
-            rest = remove(rest)
+        rest = functools.reduce(lambda left, remove: remove(left), removes, iteration)
         saved_s += iteration.seconds - rest.seconds
     return saved_s
 
@@ -329,10 +329,9 @@ def _find_stage(iterations: Sequence[Iteration], kind: str, stage: str) -> Itera
 
 
 def _find_weights(iterations: Sequence[Iteration]) -> _Found:
-    takes: dict[str, list[float]] = defaultdict(list)
-    for each in iterations:
-        for take in each.takes:
-            takes[take.process].append(take.end_s - take.begin_s)
+    takes = group_values(
+        (take.process, take.end_s - take.begin_s) for each in iterations for take in each.takes
+    )
     mean = {process: statistics.mean(times) for process, times in takes.items()}
     slowest = max(mean, key=lambda each: mean[each], default="")
     return _Found(

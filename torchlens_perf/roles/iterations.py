@@ -14,6 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
+from torchlens_perf.run.grouping import group_values
+
 STAGES = ("generation", "tool", "logprobs", "reward")
 _OF_BATCH = ("logprobs", "reward")
 SENDING, COLLECTING = "sending", "collecting"
@@ -310,15 +312,12 @@ def _build_samples(
 
     Later samples may have the ids of earlier ones: each stage belongs to the last sample before it.
     """
-    sends: dict[str, list[Event]] = defaultdict(list)
-    for event in ordered:
-        if event.name == "sample_sent":
-            sends[event.id].append(event)
+    sends = group_values((each.id, each) for each in ordered if each.name == "sample_sent")
     stages: dict[Event, list[Interval]] = defaultdict(list)
     for each in intervals:
         earlier = (
             bisect.bisect(sends[each.id], each.begin_s, key=lambda sent: sent.time_s)
-            if each.stage in STAGES
+            if each.stage in STAGES and each.id in sends
             else 0
         )
         if earlier:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -57,6 +58,9 @@ class RecordedEvents:
     """Seconds that were added to the times of a node, by its name in file names."""
     until_s: float
     """Time until which the events of all nodes are there."""
+
+
+_time_of = operator.attrgetter("event.time_s")
 
 
 class _Row(NamedTuple):
@@ -126,10 +130,6 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
         shifts,
         _read_until_s(run, shifts, offsets_ns),
     )
-
-
-def _time_of(row: _Row) -> float:
-    return row.event.time_s
 
 
 def _node_of(path: Path) -> str:

@@ -13,7 +13,6 @@ import itertools
 import math
 import operator
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torchlens_perf.roles.causes import (
@@ -24,6 +23,7 @@ from torchlens_perf.roles.causes import (
     save,
 )
 from torchlens_perf.roles.iterations import Iteration, Sample, widen_bounds
+from torchlens_perf.run.grouping import group_values
 from torchlens_perf.verdicts.words.report import PredictedChange
 
 CUT, ONE_MORE, OVER_SAMPLING = "cut_at_p99", "one_engine_more", "over_sampling"
@@ -89,14 +89,16 @@ class _Queues:
 
     def __init__(self, iterations: Sequence[Iteration]) -> None:
         self._iterations = iterations
-        self._slots: dict[str, int] = {}
-        marks: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for each in iterations:
-            for sample in each.samples:
-                marks[sample.engine] += _generation_marks(sample)
-        for engine, found in marks.items():
-            active = itertools.accumulate(edge for _, edge in sorted(found))
-            self._slots[engine] = max(active, default=1)
+        marks = group_values(
+            (sample.engine, mark)
+            for each in iterations
+            for sample in each.samples
+            for mark in _generation_marks(sample)
+        )
+        self._slots = {
+            engine: max(itertools.accumulate(edge for _, edge in sorted(found)))
+            for engine, found in marks.items()
+        }
         less_s = [
             abs(self.end(each.samples) - max(map(_DONE, each.samples))) for each in iterations
         ]
