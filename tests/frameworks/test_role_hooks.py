@@ -20,7 +20,7 @@ from torchlens_perf.run.mailbox import EVENTS
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder
 
 JOBS = Path(__file__).parent / "jobs"
-COLUMNS = ("event", "role", "name", "id", "batch", "tokens_in", "tokens_out")
+COLUMNS = ("event", "role", "name", "id", "batch", "tokens_in", "tokens_out", "monotonic_ns")
 
 
 def needs(*packages: str) -> Any:
@@ -63,7 +63,12 @@ def test_requests_and_generations_are_events_and_look_the_same(tmp_path: Path) -
     ends = [each for each in events if each["event"] == "generation_end"]
     requests = [each for each in ends if each["role"] == "rollout"]
     assert {each["name"].partition(":")[0] for each in requests} == {"127.0.0.1"}
-    assert [(each["tokens_in"], each["tokens_out"]) for each in requests] == [(7, 2)] * 8
+    tokens = [(each["tokens_in"], each["tokens_out"]) for each in requests]
+    # The last request of each client has a streaming response, whose answer the program reads itself.
+    assert tokens == ([(7, 2)] * 4 + [(None, None)] + [(7, 2)] * 4 + [(None, None)])
+    begins = {each["id"]: each["monotonic_ns"] for each in events if "begin" in each["event"]}
+    unread = [each for each in requests if each["tokens_in"] is None]
+    assert all(each["monotonic_ns"] - begins[each["id"]] >= 0.2e9 for each in unread)
     generations = [each for each in ends if each["role"] == "tool"]
     assert [(each["tokens_in"], each["tokens_out"]) for each in generations] == [
         (3, 4),
@@ -71,8 +76,8 @@ def test_requests_and_generations_are_events_and_look_the_same(tmp_path: Path) -
     ]
     # The request that failed has no end.
     assert Counter(each["event"] for each in events) == {
-        "generation_begin": 10,
-        "generation_end": 10,
+        "generation_begin": 12,
+        "generation_end": 12,
     }
     assert "secret" not in str(events)
 

@@ -104,11 +104,26 @@ async def _follow_async_parts(request: _Request, parts: AsyncIterator[Any]) -> A
     request.end()
 
 
+def _end_at_close(request: _Request, stream: Any) -> None:
+    name = "aclose" if hasattr(stream, "aclose") else "close"
+    close = getattr(stream, name)
+
+    def end_and_close() -> Any:
+        request.end()
+        return close()
+
+    setattr(stream, name, end_and_close)
+
+
 def _follow_create(resource: Any, *args: Any, **kwargs: Any) -> Following:
     messages = kwargs.get("messages", ())
     request = _Request(resource, messages if isinstance(messages, (list, tuple)) else ())
     result = yield
-    if not kwargs.get("stream"):
+    response = getattr(result, "http_response", None)
+    if response is not None and not response.is_closed:
+        # with_streaming_response: the program reads the answer itself.
+        _end_at_close(request, response.stream)
+    elif not kwargs.get("stream"):
         request.usage = getattr(result, "usage", None)
         request.end()
     elif hasattr(result, "_iterator"):

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import openai
@@ -17,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import torchlens_perf as perf
 
+AFTER_FIRST_BYTE_S = 0.2
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
 
 
@@ -46,7 +48,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(text[:1].encode())
+        self.wfile.flush()
+        time.sleep(AFTER_FIRST_BYTE_S)
+        self.wfile.write(text[1:].encode())
 
     def log_message(self, format, *args):
         pass
@@ -68,6 +73,9 @@ async def ask_in_turn(url):
         for each in ask(client, stream=True):
             stream = await each()
             seen.append([type(stream).__name__, *[str(part) async for part in stream]])
+        asks = client.chat.completions.with_streaming_response.create
+        async with asks(model="m", messages=[]) as response:
+            seen.append([line async for line in response.iter_lines()])
     return seen
 
 
@@ -80,6 +88,8 @@ with perf.watch() if "WATCHED" in os.environ else contextlib.nullcontext():
     for each in ask(client, stream=True):
         with each() as stream:
             seen.append([type(stream).__name__, *map(str, stream)])
+    with client.completions.with_streaming_response.create(model="m", prompt="secret") as response:
+        seen.append([type(response).__name__, response.read().decode()])
     seen += asyncio.run(ask_in_turn(url))
     try:
         client.completions.create(model="absent", prompt="secret")
