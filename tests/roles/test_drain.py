@@ -142,3 +142,19 @@ def test_processes_have_the_same_names_in_traces_and_in_the_report(run: RunDirec
     assert {each.batch: each.last_sample.engine for each in found} == {
         batch: name for batch, name in sent.items() if batch != "0"
     }
+
+
+def test_sidecar_writes_its_events_when_another_node_asks(run: RunDirectory) -> None:
+    """Until its end, a file says until when all events of the node are written."""
+    folder = run.path / "events"
+    folder.mkdir()
+    open_file(run, "rollout-1-1", "rollout").write(BEGIN, 1, "", -1, -1)
+    reader = read_events(run, NODE, None, disk_bytes=1 << 30, ended=False)
+    assert not list(folder.iterdir())
+    (folder / "request").touch()
+    read_events(run, NODE, reader, disk_bytes=1 << 30, ended=False)
+    assert len(rows(run)) == 1
+    assert (folder / f"{NODE}.until").exists()
+    read_events(run, NODE, reader, disk_bytes=1 << 30, ended=True)
+
+    assert not (folder / f"{NODE}.until").exists()

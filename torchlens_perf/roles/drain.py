@@ -119,17 +119,6 @@ class EventReader:
         before, self._asked_ns = self._asked_ns, modified_ns(self._folder / _REQUEST)
         return before != self._asked_ns
 
-    def write_progress(self, *, ended: bool) -> None:
-        """Write the time until which all events of this node are written. Raise OSError.
-
-        ended: no event will follow.
-        """
-        if ended:
-            self._until.unlink(missing_ok=True)
-            return
-        self._folder.mkdir(exist_ok=True)
-        ownership.replace_private_file(self._until, str(self._read_ns))
-
     def ask_other_nodes(self) -> None:
         """Let the readers of other nodes write all events, and wait for them a short time."""
         if self._is_complete or not list(self._folder.glob(f"*{UNTIL}")):
@@ -149,11 +138,21 @@ class EventReader:
         period_s = min(_MAX_PERIOD_S, max(_MIN_PERIOD_S, (now_s - self._began_s) / 20))
         return now_s - self._written_s >= period_s
 
-    def write(self, disk_bytes: int) -> None:
-        """Write the events that were read, if there are any. Raise OSError."""
+    def write(self, disk_bytes: int, *, ended: bool = False) -> None:
+        """Write the events that were read, and until when these are all. Raise OSError.
+
+        ended: no event will follow.
+        """
         self._written_s = time.monotonic()
-        if not self.rows:
-            return
+        if self.rows:
+            self._write_rows(disk_bytes)
+        if ended:
+            self._until.unlink(missing_ok=True)
+        else:
+            self._folder.mkdir(exist_ok=True)
+            ownership.replace_private_file(self._until, str(self._read_ns))
+
+    def _write_rows(self, disk_bytes: int) -> None:
         columns = dict(zip(_COLUMNS, zip(*self.rows, strict=True), strict=True))
         offset_ns = self._anchor.offset_ns
         encoded = EncodedFile()
@@ -195,8 +194,8 @@ def read_events(
     reader.read()
     if receivers is not None and not reader.has_other_nodes:
         _send_traces(reader.rows[before:], receivers, ended=ended)
-    if ended or reader.is_file_due:
-        reader.write(disk_bytes)
+    if ended or reader.is_file_due or reader.is_asked:
+        reader.write(disk_bytes, ended=ended)
     if ended:
         reader.ask_other_nodes()
     return reader

@@ -46,8 +46,8 @@ FOLDER = "events"
 LOCK = "events.lock"
 """Lock, in the run's folder of a node, of the process that reads the events of a node without a trainer."""
 UNTIL = ".until"
-"""Suffix of a file in FOLDER with the time until which the events of a node without a trainer are written.
-The file is removed when all are written."""
+"""Suffix of a file in FOLDER with the time until which the events of a node are written. It is removed when
+all are written."""
 CAPACITY = 8192
 NOT_GIVEN = -1
 """Number of tokens of an event without one."""

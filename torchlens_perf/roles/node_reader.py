@@ -86,8 +86,7 @@ def _read_until_end(run: RunDirectory, folder: Path, requests: list[int]) -> Non
                 reader = reader or EventReader(run, node_name())
                 reader.read()
                 if ends or requests or reader.is_file_due or reader.is_asked:
-                    reader.write(disk_bytes)
-                    reader.write_progress(ended=ends)
+                    reader.write(disk_bytes, ended=ends)
                     requests.clear()
         if ends:
             return

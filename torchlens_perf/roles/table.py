@@ -177,7 +177,7 @@ def _read_until_s(
 ) -> float:
     found = [math.inf]
     for node, shift in shifts.items():
-        # Only a reader without a sidecar, which is still running or was killed, has this file.
+        # Only a reader that is still running, or was killed, has this file.
         with suppress(OSError, ValueError):
             text = ownership.read_regular_file(run.path / FOLDER / f"{node}{UNTIL}", 64)
             found.append((int(text) - offsets_ns[node]) * _NS + shift)

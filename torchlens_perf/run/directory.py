@@ -9,7 +9,7 @@
       steps/NODE-*.parquet one row a step and rank
       spans/NODE-*.parquet one row a record
       events/NODE-*.parquet  one row an event of a job with roles, see roles/
-      events/NODE.until    until when a node without a trainer has written its events
+      events/NODE.until    until when a node has written its events, before it has written all
       oom/rankNNNNN-STEP.json, .txt  live memory of a device at an out-of-memory error
       gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds
       captures/            detailed traces of a few steps, see captures.py
