@@ -1,6 +1,6 @@
 """Tests of a job whose roles are on several nodes, which share the run directory only.
 
-A node is a set of namespaces with a host name, a shared memory and a monotonic clock of its own.
+A node is a set of namespaces with a host name, a shared memory, a network and a monotonic clock of its own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from torchlens_perf.run.sidecar_lock import SidecarLock
 
 SCRIPT = str(SCRIPTS / "role_on_node.py")
 ITERATIONS, HOUR_S = 6, 3600
-OF_CLOCK = ("unshare", "--time", "--monotonic", str(HOUR_S), "--boottime", str(HOUR_S), "--fork")
+ALONE = (
+    "unshare", "--net", "--time", "--monotonic", str(HOUR_S), "--boottime", str(HOUR_S), "--fork",
+)  # fmt: skip
 
 
 def _why_not() -> str:
     reason = why_no_nodes()
     if not reason:
-        done = subprocess.run([*OF_CLOCK, "true"], capture_output=True, text=True)
+        done = subprocess.run([*ALONE, "true"], capture_output=True, text=True)
         reason = done.stderr.strip() if done.returncode else ""
     return reason
 
@@ -57,18 +59,17 @@ def test_roles_on_three_nodes_are_one_run(tmp_path: Path) -> None:
             "TORCHLENS_PERF_DIR": str(tmp_path / "runs"),
         }
     )  # fmt: skip
-    ports = tmp_path / "ports"
-    ports.mkdir()
-    arguments = [str(ports), str(ITERATIONS)]
     servers = [
         subprocess.Popen(
-            by_shell(node, *OF_CLOCK, sys.executable, SCRIPT, role, *arguments),
+            by_shell(node, *ALONE, sys.executable, SCRIPT, role, str(ITERATIONS)),
+            cwd=tmp_path,
             env={**environ, "TORCHLENS_PERF_ROLE": role},
         )
         for node, role in (("node-b", "rollout"), ("node-c", "tool"))
     ]
     trainer = WarmPython(
-        on_node("node-a", 0, SCRIPT, "trainer", *arguments),
+        on_node("node-a", 0, SCRIPT, "trainer", str(ITERATIONS)),
+        cwd=tmp_path,
         env={**environ, "TORCHLENS_PERF_ROLE": "trainer"},
         stderr=subprocess.PIPE,
         text=True,

@@ -1,9 +1,9 @@
-"""One process of a job with roles: the trainer, an engine or a tool, which talk over sockets.
+"""One process of a job with roles: the trainer, an engine or a tool.
 
-usage: role_on_node.py ROLE PORTS_FOLDER ITERATIONS
+usage: role_on_node.py ROLE ITERATIONS
 
-A server writes its port into the folder. The trainer sends each sample to the engine and then to the tool,
-and ends both.
+They talk over sockets in the working directory, which need no network. The trainer sends each sample to the
+engine and then to the tool, and ends both.
 """
 
 from __future__ import annotations
@@ -19,42 +19,41 @@ SAMPLES, GENERATION_S, TOOL_S = 3, 0.05, 0.02
 _EVENTS = {"rollout": ("generation", GENERATION_S), "tool": ("tool", TOOL_S)}
 
 
-def serve(role: str, folder: Path) -> None:
+def serve(role: str) -> None:
     stage, seconds = _EVENTS[role]
-    with Listener(("127.0.0.1", 0)) as listener:
-        (folder / f"{role}.partial").write_text(str(listener.address[1]))
-        (folder / f"{role}.partial").rename(folder / role)
-        with listener.accept() as caller:
-            while (sample := caller.recv()) is not None:
-                perf.event(f"{stage}_begin", id=sample)
-                time.sleep(seconds)
-                perf.event(
-                    f"{stage}_end", id=sample, tokens_out=10 if stage == "generation" else -1
-                )
-                caller.send(sample)
+    with Listener(role, "AF_UNIX") as listener, listener.accept() as caller:
+        while (sample := caller.recv()) is not None:
+            perf.event(f"{stage}_begin", id=sample)
+            time.sleep(seconds)
+            tokens = 10 if stage == "generation" else -1
+            perf.event(f"{stage}_end", id=sample, tokens_out=tokens)
+            caller.send(sample)
 
 
-def call(folder: Path, role: str) -> Connection:
-    while not (folder / role).exists():
-        time.sleep(0.02)
-    return Client(("127.0.0.1", int((folder / role).read_text())))
+def call(role: str) -> Connection:
+    while True:
+        try:
+            return Client(role, "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.02)
 
 
 def wait_for_readers(run: Path) -> None:
     """Wait until the events of both other nodes are read, as in a job that is longer than a second."""
     until_s = time.monotonic() + 60
-    while len(list(run.glob("events/*.until"))) < 2 and time.monotonic() < until_s:
-        time.sleep(0.02)
+    for node in ("node-b", "node-c"):
+        while not list(run.glob(f"events/{node}-*.until")) and time.monotonic() < until_s:
+            time.sleep(0.02)
 
 
-def train(folder: Path, iterations: int) -> None:
+def train(iterations: int) -> None:
     import torch
 
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with (
-        call(folder, "rollout") as engine,
-        call(folder, "tool") as tool,
+        call("rollout") as engine,
+        call("tool") as tool,
         perf.watch(model, optimizer) as watch,
     ):
         for batch in range(iterations):
@@ -77,8 +76,8 @@ def train(folder: Path, iterations: int) -> None:
 
 
 if __name__ == "__main__":
-    _, role, folder, iterations = sys.argv
+    _, role, iterations = sys.argv
     if role == "trainer":
-        train(Path(folder), int(iterations))
+        train(int(iterations))
     else:
-        serve(role, Path(folder))
+        serve(role)
