@@ -228,6 +228,7 @@ def test_sidecar_takes_over_from_the_reader_of_a_node(tmp_path: Path) -> None:
         wait_for(lambda: any((run.path / "events").glob("*.parquet")), 30)
         lock = SidecarLock(directory.sidecar_lock_path(run.run_id))
         assert lock.acquire()
+        directory.sidecar_log_path(lock.path).touch()
         process.stdin.write("3\n")
         process.stdin.flush()
         process.stdout.readline()
@@ -236,6 +237,7 @@ def test_sidecar_takes_over_from_the_reader_of_a_node(tmp_path: Path) -> None:
         while reader is None:
             reader = drain.read_events(run, node, None, disk_bytes=1 << 30, ended=True)
         assert not memory.is_held(lock.path.with_name(LOCK))
+        assert directory.sidecar_log_path(lock.path).exists()
     finally:
         process.communicate("\n", 20)
         run.remove_local_leftovers()

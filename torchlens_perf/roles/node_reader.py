@@ -18,7 +18,12 @@ from torchlens_perf.errors import guard
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.roles.event_file import LOCK
 from torchlens_perf.run import children, ownership
-from torchlens_perf.run.directory import SIDECAR_LOCK, RunDirectory, is_writer_running
+from torchlens_perf.run.directory import (
+    SIDECAR_LOCK,
+    RunDirectory,
+    is_writer_running,
+    remove_empty_user_folders,
+)
 from torchlens_perf.run.mailbox import EVENTS
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.rings import memory
@@ -64,11 +69,11 @@ def main(arguments: Sequence[str]) -> int:
     os.nice(19)
     while lock.acquire():
         _read_until_end(run, folder, requests)
-        run.remove_local_leftovers()
         lock.remove()
         # A process creates its file before it checks the lock.
-        if not _has_writers(run) or is_read(folder):
+        if not run.find_local_mailboxes(EVENTS) or is_read(folder):
             break
+    remove_empty_user_folders()
     return 0
 
 
@@ -79,7 +84,9 @@ def _read_until_end(run: RunDirectory, folder: Path, requests: list[int]) -> Non
     disk_bytes, reader = Config(**from_environment(os.environ)).disk_bytes, None
     requests.append(0)  # The first file shows the others that this node has events.
     while True:
-        ends = not _has_writers(run) or memory.is_held(folder / SIDECAR_LOCK, fcntl.LOCK_SH)
+        files = run.find_local_mailboxes(EVENTS)
+        is_taken = memory.is_held(folder / SIDECAR_LOCK, fcntl.LOCK_SH)
+        ends = is_taken or not any(map(is_writer_running, files))
         # The trainer creates the run directory.
         if run.nodes.is_dir():
             with guard("reading events", passes=()), ownership.restrict_new_files_like(run.nodes):
@@ -89,9 +96,8 @@ def _read_until_end(run: RunDirectory, folder: Path, requests: list[int]) -> Non
                     reader.write(disk_bytes, ended=ends)
                     requests.clear()
         if ends:
+            # A sidecar also reads what processes have written since.
+            for path in () if is_taken else files:
+                path.unlink(missing_ok=True)
             return
         time.sleep(_PERIOD_S)
-
-
-def _has_writers(run: RunDirectory) -> bool:
-    return any(map(is_writer_running, run.find_local_mailboxes(EVENTS)))
