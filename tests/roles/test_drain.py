@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.exporters.test_exporters import batch_of, identity
+from tests.exporters.test_exporters import assessment_of, batch_of, identity
 from torchlens_perf.exporters import Receiver
 from torchlens_perf.roles.drain import EventReader, read_events
 from torchlens_perf.roles.event_file import CAPACITY, CODES, EventFile
@@ -128,9 +129,12 @@ def test_processes_have_the_same_names_in_traces_and_in_the_report(run: RunDirec
         def send_spans(self, sent: Sequence[Any]) -> None:
             spans.extend(sent)
 
-    traces = IterationTraces()
+    receivers: list[Receiver] = [Spans()]
+    receivers.append(traces := IterationTraces(receivers))
     traces.export(batch_of(identity(), [3]))
-    read_events(run, NODE, None, [traces, Spans()], disk_bytes=1 << 30, ended=True)
+    read_events(run, NODE, None, receivers, disk_bytes=1 << 30, ended=True)
+    for _ in range(2):
+        traces.on_assessment(dataclasses.replace(assessment_of(), ended=True))
 
     sent = {
         each.attributes[BATCH]: each.attributes[PROCESS]

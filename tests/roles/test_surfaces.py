@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.exporters.test_exporters import batch_of, identity
+from tests.exporters.test_exporters import assessment_of, batch_of, identity
 from tests.roles.test_report import RECORDED, report_on
 from tests.support.otlp_environment import exporter_for
 from tests.support.otlp_receiver import ReceivedSpan, Receiver
 from tests.support.reports import as_json
 from torchlens_perf.exporters import ExportBatch, semantics
+from torchlens_perf.exporters import Receiver as TraceReceiver
 from torchlens_perf.exporters.otlp_spans import step_trace_id
 from torchlens_perf.query.engine import run_query
 from torchlens_perf.roles import table
@@ -87,20 +88,22 @@ def sent_traces(receiver: Receiver) -> dict[int, list[ReceivedSpan]]:
         }
     )
     events = read_events(RunDirectory(RECORDED / FAULT), []).events
-    traces = IterationTraces()
+    traces = IterationTraces([exporter])
     batch = batch_of(identity(), [3])
     first = next(each for each in events if each.name == "steps_begin" and each.batch == "2")
     (step,) = batch.traces
-    at_ns = round(first.time_s * 1e9) + 1
+    # It begins with the wait for the samples, and lasts 6 ms.
+    at_ns = round(first.time_s * 1e9) - 3_000_000
     traces.export(
         ExportBatch(
             batch.identity, batch.anchor, batch.steps, (dataclasses.replace(step, start_ns=at_ns),)
         )
     )
     # The second half of the events arrives later.
-    for new, ended in ((events[:500], False), (events[500:], True)):
-        for spans in traces.build_spans(new, ended=ended):
-            exporter.send_spans(spans)
+    traces.add(events[:500])
+    traces.add(events[500:])
+    for _ in range(2):
+        traces.on_assessment(dataclasses.replace(assessment_of(), ended=True))
     assert not exporter.shutdown(10)
     found: dict[int, list[ReceivedSpan]] = {}
     for each in receiver.spans():
@@ -136,3 +139,28 @@ def test_each_iteration_is_one_trace_of_its_critical_path(report: Any, receiver:
     assert sums.pop(SPAN_ITERATION) / found.count == pytest.approx(found.mean_s, rel=1e-6)
     means = {name: seconds / found.count for name, seconds in sums.items()}
     assert means == pytest.approx(found.parts, abs=1e-7)
+
+
+def test_iteration_is_sent_after_the_traces_of_its_steps(report: Any) -> None:
+    """The trace of a later step, or the second assessment after the end, sends an iteration."""
+    sent: list[str] = []
+
+    class Spans(TraceReceiver):
+        def send_spans(self, spans: Any) -> None:
+            sent.append(spans[0].attributes[BATCH])
+
+    events = read_events(RunDirectory(RECORDED / FAULT), []).events
+    traces, batch = IterationTraces([Spans()]), batch_of(identity(), [3])
+    traces.export(batch)
+    traces.add(events)
+    assert sent == []
+    (end,) = (each for each in events if each.name == "weights_publish_end" and each.batch == "2")
+    late = dataclasses.replace(batch.traces[0], start_ns=round(end.time_s * 1e9))
+    traces.export(dataclasses.replace(batch, traces=(late,)))
+    traces.add(())
+    assert sent == ["0", "1", "2"]
+    ended = dataclasses.replace(assessment_of(), ended=True)
+    traces.on_assessment(ended)
+    assert sent == ["0", "1", "2"]
+    traces.on_assessment(ended)
+    assert sent == [str(each) for each in range(report["iterations"].count + 1)]

@@ -99,8 +99,12 @@ class EventReader:
         for each in found.events:
             self.rows.append(
                 (
-                    host, *who.get(int(each["other"]), (process, "other", "")), EVENTS[each["code"]], _text(each["id"]),
-                    _text(each["batch"]), _number(each["tokens_in"]), _number(each["tokens_out"]),
+                    host, *who.get(int(each["other"]), (process, "other", "")), EVENTS[each["code"]],
+                    *(each[name].decode(errors="replace") for name in ("id", "batch")),
+                    *(
+                        None if each[name] == NOT_GIVEN else int(each[name])
+                        for name in ("tokens_in", "tokens_out")
+                    ),
                     int(each["time_ns"]), int(each["sequence"]),
                 )
             )  # fmt: skip
@@ -193,7 +197,7 @@ def read_events(
     before = len(reader.rows)
     reader.read()
     if receivers is not None and not reader.has_other_nodes:
-        _send_traces(reader.rows[before:], receivers, ended=ended)
+        _send_traces(reader.rows[before:], receivers)
     if ended or reader.is_file_due or reader.is_asked:
         reader.write(disk_bytes, ended=ended)
     if ended:
@@ -201,14 +205,12 @@ def read_events(
     return reader
 
 
-def _send_traces(
-    rows: Sequence[tuple[Any, ...]], receivers: list[Receiver], *, ended: bool
-) -> None:
+def _send_traces(rows: Sequence[tuple[Any, ...]], receivers: list[Receiver]) -> None:
     from torchlens_perf.roles.traces import IterationTraces
 
     traces = next((each for each in receivers if isinstance(each, IterationTraces)), None)
     if traces is None:
-        receivers.append(traces := IterationTraces())
+        receivers.append(traces := IterationTraces(receivers))
     named = [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
     traces.labels.update({each["process"]: each["name"] or each["role"] for each in named})
     events = [
@@ -222,14 +224,4 @@ def _send_traces(
         )
         for each in named
     ]
-    for spans in traces.build_spans(events, ended=ended):
-        for each in receivers:
-            each.send_spans(spans)
-
-
-def _text(value: bytes) -> str:
-    return value.decode(errors="replace")
-
-
-def _number(tokens: int) -> int | None:
-    return None if tokens == NOT_GIVEN else int(tokens)
+    traces.add(events)
