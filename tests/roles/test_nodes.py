@@ -247,3 +247,26 @@ def test_sidecar_takes_over_from_the_reader_of_a_node(tmp_path: Path) -> None:
         [("tool_begin", str(each)) for each in range(5)]
         + [("tool_end", str(each)) for each in range(3)]
     )
+
+
+def test_server_that_two_nodes_ask_is_one_process_unless_it_is_their_own(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes record requests to an address of the network, and to one of the node itself."""
+    write_events(run, monkeypatch, "a-000000", 0.0, 0.0)
+    for node in ("b-000000", "c-000000"):
+        memory_of_node = run.path.parent / node
+        memory_of_node.mkdir()
+        monkeypatch.setattr(directory, "_SHARED_MEMORY", memory_of_node)
+        file = open_file(run, "trainer-7-7", "trainer")
+        for address in ("10.0.0.5:80", "127.0.0.1:80"):
+            server = file.number_of_other("rollout", address)
+            file.write(CODES["generation_end"], "x", "", -1, -1, server)
+        reader = EventReader(run, node)
+        reader.read()
+        reader.write(1 << 30, ended=True)
+
+    roles = table.read_events(run, []).roles
+    assert sorted(name for name, role in roles.items() if role == "rollout") == [
+        "10.0.0.5:80", "127.0.0.1:80 (b)", "127.0.0.1:80 (c)",
+    ]  # fmt: skip

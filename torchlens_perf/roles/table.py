@@ -113,7 +113,7 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
         labels |= {
             each.process: f"{labels[each.process]} ({each.host})"
             for each in rows
-            if "@" not in each.process
+            if "/" in each.process
         }
     names = name_processes(labels)
     return RecordedEvents(
