@@ -72,6 +72,7 @@ def test_package_without_the_expected_modules_is_the_reason(tmp_path: Path) -> N
     (tmp_path / "socket").touch()
     with pytest.raises(NotSentError, match="ImportError: cannot import name 'fault_tolerance'"):
         FaultTolerantLauncher(str(tmp_path / "socket")).send(HERE)
+    assert socket.getdefaulttimeout() is None
 
 
 @pytest.mark.usefixtures("empty_package")

@@ -34,7 +34,7 @@ class FaultTolerantLauncher:
         # The answer is a pickle, which can run any code.
         if os.lstat(self._path).st_uid != os.geteuid():
             raise NotSentError(f"{self._path} belongs to another user")
-        # IpcConnector waits without a limit of its own.
+        # IpcConnector waits without a limit of its own. Other sockets have none here.
         socket.setdefaulttimeout(TIMEOUT_S)
         try:
             from nvidia_resiliency_ext import fault_tolerance
@@ -46,4 +46,6 @@ class FaultTolerantLauncher:
             IpcConnector(self._path).send((node.ranks[0], request))
         except (ImportError, RuntimeError, EOFError, PickleError, *DAMAGED_DATA) as error:
             raise NotSentError(f"{type(error).__name__}: {error}") from None
+        finally:
+            socket.setdefaulttimeout(None)
         return "the launcher has the request"
