@@ -34,11 +34,14 @@ def is_autoload_off(environ: Mapping[str, str]) -> bool:
     return environ.get(AUTOLOAD_SWITCH, "1") != "1"
 
 
-def autoload() -> None:
-    """Entry point `torch.backends`. It never raises, as that would make `import torch` fail."""
+def autoload(imported: str = "torch") -> None:
+    """Entry point `torch.backends`. It never raises, as that would make `import torch` fail.
+
+    imported: the module that was imported, torch or openai.
+    """
     # torch calls this function in every process of an environment with this package. Most of them
     # must not pay for the imports below. This is config.SWITCH.
-    if "TORCHLENS_PERF" in os.environ and "torch" in sys.modules:
+    if "TORCHLENS_PERF" in os.environ and imported == "torch":
         _autoload_if_switched_on()
     # This is roles.recording.ROLE. Libraries of such a process record events, and those of one that
     # asks servers in a job with roles: it has imported openai (startup/sitecustomize.py).

@@ -12,6 +12,18 @@ from tests.support.processes import run
 from torchlens_perf.commands.run import python_options_of_this_process, split_python_arguments
 
 RUN = [sys.executable, "-m", "torchlens_perf", "run"]
+TRAIN_AND_IMPORT = """
+import torch
+import torchlens_perf as perf
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with perf.watch(model, optimizer, report="off"):
+    for _ in range(5):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+import openai
+"""
 
 
 @pytest.mark.parametrize(
@@ -196,3 +208,13 @@ def test_script_starts_if_proc_self_environ_is_unreadable(tmp_path: Path) -> Non
     done = run([sys.executable, "-c", program], tmp_path, KEPT="as it was")
 
     assert done.stdout == "as it was 1\n"
+
+
+def test_import_of_openai_after_a_watch_starts_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "openai").mkdir()
+    (tmp_path / "openai" / "__init__.py").touch()
+    (tmp_path / "train.py").write_text(TRAIN_AND_IMPORT)
+    done = run([*RUN, "train.py"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "recorded nothing" not in done.stdout + done.stderr

@@ -62,7 +62,7 @@ def _autoload_after_import(loader: "SourceFileLoader") -> None:
     def load_and_arm(module: "ModuleType") -> None:
         vars(loader).pop("exec_module", None)  # Restore the loader to its earlier state.
         load(module)
-        _autoload_or_report()
+        _autoload_or_report(module.__name__)
 
     # If the import of torch fails, the traceback must not show this function. CPython omits frames
     # with this file name from tracebacks of imports.
@@ -72,7 +72,7 @@ def _autoload_after_import(loader: "SourceFileLoader") -> None:
     loader.exec_module = load_and_arm  # type: ignore[method-assign]
 
 
-def _autoload_or_report() -> None:
+def _autoload_or_report(imported: str) -> None:
     try:
         from torchlens_perf.autoload import autoload
     # A broken installation of this package must not stop the script.
@@ -86,7 +86,7 @@ def _autoload_or_report() -> None:
             except (OSError, ValueError):
                 return
     else:
-        autoload()
+        autoload(imported)
 
 
 def _restore_paths() -> None:
