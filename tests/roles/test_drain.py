@@ -11,6 +11,7 @@ import pytest
 
 from tests.exporters.test_exporters import assessment_of, batch_of, identity
 from torchlens_perf.exporters import Receiver
+from torchlens_perf.roles import drain
 from torchlens_perf.roles.drain import EventReader, read_events
 from torchlens_perf.roles.event_file import CAPACITY, CODES, EventFile
 from torchlens_perf.roles.table import read_iterations
@@ -162,3 +163,23 @@ def test_sidecar_writes_its_events_when_another_node_asks(run: RunDirectory) -> 
     read_events(run, NODE, reader, disk_bytes=1 << 30, ended=True)
 
     assert not (folder / f"{NODE}.until").exists()
+
+
+def test_other_nodes_are_asked_once_for_a_rank_that_has_ended(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was restarted goes on with ranks that have not ended."""
+    monkeypatch.setattr(drain, "_OTHER_NODES_TIMEOUT_S", 0.1)
+    folder = run.path / "events"
+    folder.mkdir()
+    (folder / "other.until").write_text("0")
+    events = open_file(run, "rollout-1-1", "rollout")
+    reader, asked = None, []
+    for ended_rings in (1, 1, 2):
+        events.write(BEGIN, 1, "", -1, -1)
+        read = {"disk_bytes": 1 << 30, "ended": False, "ended_rings": ended_rings}
+        reader = read_events(run, NODE, reader, **read)  # type: ignore[arg-type]
+        asked.append((folder / "request").stat().st_mtime_ns)
+
+    assert asked[0] == asked[1] < asked[2]
+    assert (folder / f"{NODE}.until").exists()

@@ -13,7 +13,7 @@ import pytest
 import torchlens_perf as perf
 from torchlens_perf.errors import swallowed
 from torchlens_perf.roles import openai_hooks, recording
-from torchlens_perf.roles.event_file import read_new_events
+from torchlens_perf.roles.event_file import LOCK, read_new_events
 from torchlens_perf.run import directory
 
 RUN = f"test-roles-{os.getpid()}"
@@ -173,3 +173,31 @@ def test_role_of_the_environment_holds_and_the_file_goes_with_its_process(files:
 
     assert found.stdout == "reward judge False\n"
     assert not [*files.rglob("*.events")]
+
+
+def test_program_that_cannot_start_a_reader_leaves_no_lock(
+    monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
+    """In a program that was frozen, there is no Python to start."""
+    monkeypatch.setenv("TORCHLENS_PERF_RUN_ID", RUN)
+    monkeypatch.setenv("TORCHLENS_PERF_DIR", str(files / "runs"))
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.delenv("TORCHLENS_PERF_RAISE")
+    perf.role("rollout")
+    perf.event("generation_begin", id=1)
+
+    assert written(files) == {"rollout/": [b"1"]}
+    assert not list(files.rglob(LOCK))
+    assert not recording.node_reader.is_read(next(files.rglob("*.events")).parent)
+    swallowed.by_place.clear()
+
+
+def test_lock_of_a_killed_reader_goes_with_its_folder(
+    monkeypatch: pytest.MonkeyPatch, files: Path
+) -> None:
+    monkeypatch.setenv("TORCHLENS_PERF_RUN_ID", RUN)
+    directory.call_in_local_folder("of-a-killed-job", lambda folder: (folder / LOCK).touch())
+    (left,) = files.rglob(LOCK)
+    perf.event("generation_begin", id=1)
+
+    assert not left.parent.exists()

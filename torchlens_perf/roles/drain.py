@@ -60,7 +60,7 @@ class EventReader:
         # A killed reader has left it.
         self._until.unlink(missing_ok=True)
         self._read_ns, self._asked_ns = 0, modified_ns(self._folder / _REQUEST)
-        self._is_complete = True
+        self._is_complete, self.ended_rings = True, 0
         self._began_s = self._written_s = time.monotonic()
         # The footer of the next file: last sequence number and lost events by process. An earlier
         # sidecar may have written files.
@@ -181,11 +181,13 @@ def read_events(
     *,
     disk_bytes: int,
     ended: bool,
+    ended_rings: int = 0,
 ) -> EventReader | None:
     """Read the new events of a node, and write them if it is time. Return the reader, if there is one.
 
     reader: None at the first call. receivers: get the traces of iterations; None without an exporter.
-    ended: True if a rank has ended, whose report needs all events.
+    ended: True if all ranks have ended. ended_rings: number of ranks that have, whose reports need all
+    events.
     """
     lock, until_s = find_sidecar_lock(run.run_id), time.monotonic() + ended * _OTHER_NODES_TIMEOUT_S
     # A reader that was started before this sidecar ends as soon as it notices the sidecar.
@@ -198,9 +200,10 @@ def read_events(
     reader.read()
     if receivers is not None and not reader.has_other_nodes:
         _send_traces(reader.rows[before:], receivers)
-    if ended or reader.is_file_due or reader.is_asked:
+    reports, reader.ended_rings = ended or ended_rings > reader.ended_rings, ended_rings
+    if reports or reader.is_file_due or reader.is_asked:
         reader.write(disk_bytes, ended=ended)
-    if ended:
+    if reports:
         reader.ask_other_nodes()
     return reader
 

@@ -50,11 +50,13 @@ def ensure_running(run_id: str, folder: Path) -> None:
     lock = SidecarLock(folder / LOCK)
     if lock.acquire():
         run = str(Path(config.dir).absolute() / run_id)
-        command = children.build_command("events", run, str(lock.descriptor))
         try:
+            command = children.build_command("events", run, str(lock.descriptor))
             children.start_detached(command, pass_fds=[lock.descriptor])
-        finally:
-            lock.close()
+        except BaseException:
+            lock.remove()
+            raise
+        lock.close()
 
 
 def main(arguments: Sequence[str]) -> int:

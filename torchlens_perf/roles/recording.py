@@ -18,7 +18,7 @@ from torchlens_perf.errors import ConfigError, guard, unknown_word_text
 from torchlens_perf.output import logger
 from torchlens_perf.roles import libraries, node_reader
 from torchlens_perf.roles.detection import find_role
-from torchlens_perf.roles.event_file import CODES, EVENTS, NOT_GIVEN, ROLES, EventFile
+from torchlens_perf.roles.event_file import CODES, EVENTS, LOCK, NOT_GIVEN, ROLES, EventFile
 from torchlens_perf.run import directory
 from torchlens_perf.run.identity import run_id_from_environment
 from torchlens_perf.run.mailbox import EVENTS as SUFFIX
@@ -219,7 +219,7 @@ def _remove_file(path: Path) -> None:
 def _remove_dead_files(folder: Path) -> None:
     """Remove what killed processes of another run have left, if no process reads it."""
     if not node_reader.is_read(folder):
-        for path in folder.glob(f"*{SUFFIX}"):
+        for path in [*folder.glob(f"*{SUFFIX}"), *folder.glob(LOCK)]:
             if not directory.is_writer_running(path):
                 path.unlink(missing_ok=True)
                 directory.remove_if_empty(folder)

@@ -197,7 +197,8 @@ class Sidecar:
                     self.events,
                     self.receivers if self.has_exporter else None,
                     disk_bytes=self.sources.settings.disk_bytes,
-                    ended=any(source.read_to_end for source in self.sources),
+                    ended=not self.sources.unfinished_rings(),
+                    ended_rings=sum(source.read_to_end for source in self.sources),
                 )
 
     def export_results(self, *, final: bool = False) -> None:
