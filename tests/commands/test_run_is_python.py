@@ -264,7 +264,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # The import of this torch succeeds at the third attempt. torchlens_perf is kept out,
         # because it needs a real torch.
         "reloaded_torch/train.py": "import importlib, sys\nsys.modules['torchlens_perf.autoload'] = sys\n"
-        "sys.autoload = lambda: setattr(sys, 'armed', getattr(sys, 'armed', 0) + 1)\nfor _ in range(2):\n"
+        "sys.autoload = lambda by: setattr(sys, 'armed', getattr(sys, 'armed', 0) + 1)\nfor _ in range(2):\n"
         "    try:\n        import torch\n    except OSError as error:\n        print(error, 'torch' in sys.modules)\n"
         "import torch\nspec = torch.__spec__\nimportlib.reload(torch)\n"
         "print(torch.__spec__ is spec, torch.__spec__ == spec, vars(torch.__loader__))\n",

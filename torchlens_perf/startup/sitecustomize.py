@@ -62,7 +62,7 @@ def _autoload_after_import(loader: "SourceFileLoader") -> None:
     def load_and_arm(module: "ModuleType") -> None:
         vars(loader).pop("exec_module", None)  # Restore the loader to its earlier state.
         load(module)
-        _autoload_or_report(module.__name__)
+        _autoload_or_report(loader.name)
 
     # If the import of torch fails, the traceback must not show this function. CPython omits frames
     # with this file name from tracebacks of imports.
