@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from tests.roles.test_drain import open_file, rows
@@ -30,6 +31,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.rings import memory
 from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.store.writer import EncodedFile, TableWriter
 
 SCRIPT = str(SCRIPTS / "role_on_node.py")
 ITERATIONS, HOUR_S = 6, 3600
@@ -270,3 +272,34 @@ def test_server_that_two_nodes_ask_is_one_process_unless_it_is_their_own(
     assert sorted(name for name, role in roles.items() if role == "rollout") == [
         "10.0.0.5:80", "127.0.0.1:80 (b)", "127.0.0.1:80 (c)",
     ]  # fmt: skip
+
+
+def write_steps(run: RunDirectory, node: str, *starts_s: float) -> None:
+    """Write a file of a rank's steps, each of one second."""
+    columns = {
+        "rank": [0] * len(starts_s), "step": [round(each) for each in starts_s],
+        "start_ns": [round(each * 1e9) for each in starts_s],
+        "duration_ns": [10**9] * len(starts_s), "own_ns": [10**9] * len(starts_s),
+    }  # fmt: skip
+    encoded = EncodedFile()
+    encoded.add_rows(pa.table(columns))
+    TableWriter([run.steps], node).write_files({run.steps: encoded}, 1 << 30)
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_steps_of_a_node_are_read_whatever_those_of_another_are(
+    has_events: bool, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node has no events, or its steps ended before the first iteration began."""
+    write_events(run, monkeypatch, "a-000000", 0.0, 0.0)
+    for node in ["engine-000000", "b-000000"][: 1 + has_events]:
+        write_events(run, monkeypatch, node, 0.0, 0.0)
+    for begin_s in (115.0, 125.0, 135.0):
+        write_steps(run, "a-000000", *(begin_s + each for each in range(1, 4)))
+    write_steps(run, "b-000000", 50.0)
+    write_steps(run, "b-000000", 60.0)
+    recorded, iterations = read_iterations(run, [])
+    steps, per_iteration = table.read_trainer_steps(run, iterations, recorded.shifts, [])
+
+    assert sorted(each.step for each in steps) == [116, 117, 118, 126, 127, 128, 136, 137, 138]
+    assert per_iteration == 4

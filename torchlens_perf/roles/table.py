@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 import operator
 from collections import defaultdict
@@ -253,7 +254,7 @@ def read_trainer_steps(
     def add(file: ParquetFile) -> float:
         table = file.read_table(_STEP_COLUMNS).to_pydict()
         columns = (table[name] for name in _STEP_COLUMNS)
-        shift_s = shifts.get(_node_of(file.path), -math.inf)
+        shift_s = shifts[_node_of(file.path)]
         for rank, step, start_ns, duration_ns, own_ns in zip(*columns, strict=True):
             start_s = start_ns * _NS + shift_s
             at = bisect.bisect(windows, (start_s,)) - 1
@@ -262,9 +263,9 @@ def read_trainer_steps(
         return max(table["start_ns"], default=0) * _NS + shift_s
 
     folder = ParquetFolder(run.steps, unreadable=make_error_collector(notes))
-    folder.paths.reverse()
-    for last_s in folder.read_each(add) if windows else ():
-        if last_s < windows[0][0]:
-            break
+    for node, paths in itertools.groupby(reversed(folder.paths), _node_of):
+        folder.paths = list(paths) if windows and node in shifts else []
+        # The files of a node before its first one without these steps are not read.
+        any(last_s < windows[0][0] for last_s in folder.read_each(add))
     kept = len({(each.batch, each.step) for each in found})
     return found, 1 + kept / max(1, len({each.batch for each in found}))
