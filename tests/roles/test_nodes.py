@@ -303,3 +303,16 @@ def test_steps_of_a_node_are_read_whatever_those_of_another_are(
 
     assert sorted(each.step for each in steps) == [116, 117, 118, 126, 127, 128, 136, 137, 138]
     assert per_iteration == 4
+
+
+def test_newest_events_of_a_copied_run_are_read(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy has other times of files. Here, the file that was written first has the last time."""
+    for batches in ((0, 1, 2, 3), (4, 5, 6, 7)):
+        write_events(run, monkeypatch, "a-000000", 0.0, 0.0, batches)
+        write_events(run, monkeypatch, "b-000000", 5e4, 0.0, batches)
+    for number, path in enumerate(sorted((run.path / "events").iterdir())):
+        os.utime(path, (9 - number, 9 - number))
+    monkeypatch.setattr(table, "_MOST_EVENTS", 20)
+    assert [each.batch for each in read_iterations(run, [])[1]] == ["6", "7"]

@@ -25,7 +25,7 @@ from torchlens_perf.roles.iterations import (
     sum_tokens,
 )
 from torchlens_perf.run import ownership
-from torchlens_perf.run.directory import RunDirectory, modified_ns
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector
 
 # The newest events are enough for an answer, which screens show again and again.
@@ -88,23 +88,33 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
                 detected.add(_key_of(node, process))
         table = file.read_table((*_EVENT_COLUMNS, "time"))
         columns = {name: table.column(name).to_pylist() for name in _EVENT_COLUMNS}
+        unix_ns = table.column("time").cast("int64").to_pylist()
         # The newest file is read first.
-        unix_ns = table.column("time").cast("int64")[-1].as_py()
-        offsets_ns.setdefault(node, unix_ns - columns["monotonic_ns"][-1])
+        offsets_ns.setdefault(node, unix_ns[-1] - columns["monotonic_ns"][-1])
         for host, role, name, time_ns, process, *rest in zip(*columns.values(), strict=True):
             key = _key_of(node, process)
             nodes[node].append(_Row(host, key, role, name, Event(time_ns * _NS, key, *rest)))
+        begins_ns[node] = min(unix_ns)
 
     folder = ParquetFolder(run.path / FOLDER, unreadable=make_error_collector(notes))
-    folder.paths.sort(key=modified_ns, reverse=True)
-    is_cut = any(sum(map(len, nodes.values())) >= _MOST_EVENTS for _ in folder.read_each(add))
+    unread = {
+        node: list(paths)
+        for node, paths in itertools.groupby(sorted(folder.paths, key=_node_of), _node_of)
+    }
+    begins_ns = dict.fromkeys(unread, math.inf)
+    # A copy of a run has other times of files, so those of events decide which node's next file is read.
+    while (cut := [node for node in unread if unread[node]]) and (
+        math.inf in map(begins_ns.get, cut) or sum(map(len, nodes.values())) < _MOST_EVENTS
+    ):
+        folder.paths = [unread[max(cut, key=begins_ns.__getitem__)].pop()]
+        list(folder.read_each(add))
     shifts = _find_shifts(nodes, offsets_ns, notes)
     rows = [
         each._replace(event=each.event._replace(time_s=each.event.time_s + shift))
         for node, shift in shifts.items()
         for each in nodes[node]
     ]
-    if is_cut:
+    if cut:
         # From then on, the events of all nodes were read.
         begin_s = max(_time_of(min(nodes[node], key=_time_of)) + shifts[node] for node in nodes)
         rows = [each for each in rows if _time_of(each) >= begin_s]
