@@ -316,3 +316,18 @@ def test_newest_events_of_a_copied_run_are_read(
         os.utime(path, (9 - number, 9 - number))
     monkeypatch.setattr(table, "_MOST_EVENTS", 20)
     assert [each.batch for each in read_iterations(run, [])[1]] == ["6", "7"]
+
+
+def test_node_that_joins_late_takes_no_iterations_from_a_long_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files of the late node are read, so it has no earlier events."""
+    for batches in ((0, 1, 2, 3), (4, 5, 6, 7)):
+        write_events(run, monkeypatch, "a-000000", 0.0, 0.0, batches)
+        write_events(run, monkeypatch, "b-000000", 5e4, 0.0, batches)
+    write_events(run, monkeypatch, "late-000000", 7e4, 0.0, (7,))
+    monkeypatch.setattr(table, "_MOST_EVENTS", 20)
+    recorded, iterations = read_iterations(run, [])
+
+    assert "rollout (late)" in recorded.roles
+    assert [each.batch for each in iterations] == ["6", "7"]

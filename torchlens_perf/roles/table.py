@@ -109,15 +109,16 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
         folder.paths = [unread[max(cut, key=begins_ns.__getitem__)].pop()]
         list(folder.read_each(add))
     shifts = _find_shifts(nodes, offsets_ns, notes)
+    # From then on, all events of nodes with unread files were read.
+    begin_s = max(
+        (_time_of(min(nodes[node], key=_time_of)) + shifts[node] for node in cut), default=-math.inf
+    )
     rows = [
         each._replace(event=each.event._replace(time_s=each.event.time_s + shift))
         for node, shift in shifts.items()
         for each in nodes[node]
+        if each.event.time_s + shift >= begin_s
     ]
-    if cut:
-        # From then on, the events of all nodes were read.
-        begin_s = max(_time_of(min(nodes[node], key=_time_of)) + shifts[node] for node in nodes)
-        rows = [each for each in rows if _time_of(each) >= begin_s]
     rows.sort(key=_time_of)
     labels = {each.process: each.name or each.role for each in rows}
     if len({each.host for each in rows}) > 1:
