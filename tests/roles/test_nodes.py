@@ -31,6 +31,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.rings import memory
 from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.store.reader import ParquetFolder
 from torchlens_perf.store.writer import EncodedFile, TableWriter
 
 SCRIPT = str(SCRIPTS / "role_on_node.py")
@@ -331,3 +332,25 @@ def test_node_that_joins_late_takes_no_iterations_from_a_long_run(
 
     assert "rollout (late)" in recorded.roles
     assert [each.batch for each in iterations] == ["6", "7"]
+
+
+def test_iterations_written_while_the_report_reads_are_left_out(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node writes the events of the last two iterations after the files were listed."""
+    write_events(run, monkeypatch, "a-000000", 0.0, 0.0)
+    write_events(run, monkeypatch, "b-000000", 0.0, 0.0)
+    monkeypatch.setattr(drain.time, "monotonic_ns", lambda: round((119.5 + 5e4) * 1e9))
+    write_events(run, monkeypatch, "c-000000", 5e4, 0.0, (0, 1))
+
+    class ListedBefore(ParquetFolder):
+        def read_each(self, use: Any) -> Any:
+            if len(list((run.path / "events").glob("c-*.parquet"))) == 1:
+                monkeypatch.setattr(drain.time, "monotonic_ns", lambda: round((150 + 5e4) * 1e9))
+                write_events(run, monkeypatch, "c-000000", 5e4, 0.0, (2, 3))
+            return super().read_each(use)
+
+    monkeypatch.setattr(table, "ParquetFolder", ListedBefore)
+    assert [each.batch for each in read_iterations(run, [])[1]] == ["1"]
+    monkeypatch.undo()
+    assert [each.batch for each in read_iterations(run, [])[1]] == ["1", "2", "3"]

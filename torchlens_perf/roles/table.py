@@ -96,6 +96,8 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
             nodes[node].append(_Row(host, key, role, name, Event(time_ns * _NS, key, *rest)))
         begins_ns[node] = min(unix_ns)
 
+    # The report does not read files that are written after it has listed them.
+    untils_ns = _read_untils_ns(run)
     folder = ParquetFolder(run.path / FOLDER, unreadable=make_error_collector(notes))
     unread = {
         node: list(paths)
@@ -140,7 +142,14 @@ def read_events(run: RunDirectory, notes: list[str]) -> RecordedEvents:
         sorted(names[process] for process in detected & names.keys()),
         sum(lost.values()),
         shifts,
-        _read_until_s(run, shifts, offsets_ns),
+        min(
+            (
+                (until_ns - offsets_ns[node]) * _NS + shifts[node]
+                for node, until_ns in untils_ns.items()
+                if node in shifts
+            ),
+            default=math.inf,
+        ),
     )
 
 
@@ -184,16 +193,14 @@ def _rate_as_lead(rows: Sequence[_Row]) -> tuple[int, int]:
     return sum(each.event.name == "batch_complete" for each in rows), len(rows)
 
 
-def _read_until_s(
-    run: RunDirectory, shifts: Mapping[str, float], offsets_ns: Mapping[str, int]
-) -> float:
-    found = [math.inf]
-    for node, shift in shifts.items():
+def _read_untils_ns(run: RunDirectory) -> dict[str, int]:
+    """Return until when the events of each node are written, by the clock of the node."""
+    found: dict[str, int] = {}
+    for path in (run.path / FOLDER).glob(f"*{UNTIL}"):
         # Only a reader that is still running, or was killed, has this file.
         with suppress(OSError, ValueError):
-            text = ownership.read_regular_file(run.path / FOLDER / f"{node}{UNTIL}", 64)
-            found.append((int(text) - offsets_ns[node]) * _NS + shift)
-    return min(found)
+            found[path.stem] = int(ownership.read_regular_file(path, 64))
+    return found
 
 
 def read_iterations(run: RunDirectory, notes: list[str]) -> tuple[RecordedEvents, list[Iteration]]:
