@@ -262,17 +262,22 @@ def test_server_that_two_nodes_ask_is_one_process_unless_it_is_their_own(
         memory_of_node.mkdir()
         monkeypatch.setattr(directory, "_SHARED_MEMORY", memory_of_node)
         file = open_file(run, "trainer-7-7", "trainer")
-        for address in ("10.0.0.5:80", "127.0.0.1:80"):
+        for address in (
+            "10.0.0.5:80", "engine.internal", "127.0.0.1:80", "0.0.0.0:80", "[::]:80", "[::1]:80",
+        ):  # fmt: skip
             server = file.number_of_other("rollout", address)
             file.write(CODES["generation_end"], "x", "", -1, -1, server)
+        function = file.number_of_other("tool", "between turns")
+        file.write(CODES["tool_end"], "x", "", -1, -1, function)
         reader = EventReader(run, node)
         reader.read()
         reader.write(1 << 30, ended=True)
 
     roles = table.read_events(run, []).roles
-    assert sorted(name for name, role in roles.items() if role == "rollout") == [
-        "10.0.0.5:80", "127.0.0.1:80 (b)", "127.0.0.1:80 (c)",
-    ]  # fmt: skip
+    own = ("0.0.0.0:80", "127.0.0.1:80", "[::1]:80", "[::]:80", "between turns")
+    assert sorted(name for name, role in roles.items() if role in ("rollout", "tool")) == sorted(
+        ["10.0.0.5:80", "engine.internal", *(f"{each} ({node})" for each in own for node in "bc")]
+    )
 
 
 def write_steps(run: RunDirectory, node: str, *starts_s: float) -> None:

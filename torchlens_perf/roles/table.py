@@ -31,6 +31,8 @@ from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_c
 # The newest events are enough for an answer, which screens show again and again.
 _MOST_EVENTS = 200_000
 _NS = 1e-9
+# Servers that listen on all interfaces have an address of each node.
+_OWN_ADDRESSES = ("127.", "localhost", "[::1]", "0.0.0.0", "[::]")
 # The steps of ranks begin and end at almost the same time.
 _TOLERANCE_S = 0.005
 _EVENT_COLUMNS = (
@@ -160,9 +162,10 @@ def _node_of(path: Path) -> str:
 def _key_of(node: str, process: str) -> str:
     """Return a key of a process among those of all nodes.
 
-    An address that several nodes have used is one server, unless it is of the node itself.
+    An address of a server that several nodes have used is one server, unless it is of the node itself.
     """
-    is_shared = "@" in process and not process.startswith(("127.", "localhost", "[::1]"))
+    # Servers are recorded as engines. Tools and rewards are functions of the process that records them.
+    is_shared = process.endswith("@rollout") and not process.startswith(_OWN_ADDRESSES)
     return process if is_shared else f"{node}/{process}"
 
 
