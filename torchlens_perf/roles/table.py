@@ -33,6 +33,8 @@ _MOST_EVENTS = 200_000
 _NS = 1e-9
 # Servers that listen on all interfaces have an address of each node.
 _OWN_ADDRESSES = ("127.", "localhost", "[::1]", "0.0.0.0", "[::]")
+# The note has milliseconds. The times of events are corrected by less, too.
+_MIN_NOTED_S = 0.001
 # The steps of ranks begin and end at almost the same time.
 _TOLERANCE_S = 0.005
 _EVENT_COLUMNS = (
@@ -184,7 +186,7 @@ def _find_shifts(
             (each.event for each in nodes[lead]), (each.event for each in rows)
         )
         shifts[node] = by_clock_s if node == lead else max(by_clock_s, least_s)
-        if shifts[node] > by_clock_s:
+        if shifts[node] - by_clock_s >= _MIN_NOTED_S:
             notes.append(
                 f"the clock of {rows[0].host} is {least_s - by_clock_s:.3f} s late or more, by the order of"
                 " events: its events of roles were moved by this time"
