@@ -180,7 +180,7 @@ def test_iterations_that_another_node_may_not_have_written_are_left_out(
 
     assert [each.batch for each in iterations] == ["1", "2"]
     assert notes == [
-        "the last 1 iterations are left out: another node has not written its events yet"
+        "left out: the last 1 of 3 iterations, because another node has not written their events"
     ]
 
 

@@ -216,8 +216,8 @@ def read_iterations(run: RunDirectory, notes: list[str]) -> tuple[RecordedEvents
     found = [each for each in iterations if each.end_s <= recorded.until_s]
     if len(found) < len(iterations):
         notes.append(
-            f"the last {len(iterations) - len(found)} iterations are left out: another node has not"
-            " written its events yet"
+            f"left out: the last {len(iterations) - len(found)} of {len(iterations)} iterations, because"
+            " another node has not written their events"
         )
     return recorded, found
 
