@@ -77,13 +77,15 @@ def test_server_that_sends_null_for_a_number_of_tokens(
 ) -> None:
     monkeypatch.setenv("TORCHLENS_PERF_RUN_ID", RUN)
     recording.detect_role("tool")
-    client = SimpleNamespace(base_url="http://engine:1/v1")
+    client = SimpleNamespace(base_url="http://user:secret@engine:1/v1")
     request = openai_hooks._Request(SimpleNamespace(_client=client), ())
     request.add(SimpleNamespace(usage=SimpleNamespace(prompt_tokens=None, completion_tokens=3)))
     request.end()
     (path,) = files.rglob("*.events")
     events = read_new_events(path, 0, ended=True).events
     assert (events["tokens_in"].tolist(), events["tokens_out"].tolist()) == ([-1, -1], [-1, 3])
+    assert b"engine:1" in path.read_bytes()
+    assert b"secret" not in path.read_bytes()
 
 
 def test_library_of_a_process_whose_role_is_not_known_records_nothing(

@@ -35,7 +35,7 @@ class _Request:
     def __init__(self, resource: Any, messages: Sequence[Any]) -> None:
         mine = trl_hooks.rollout
         self.batch = mine.batch if mine.is_generating else ""
-        self.server = "rollout", urlsplit(str(resource._client.base_url)).netloc
+        self.server = "rollout", urlsplit(str(resource._client.base_url)).netloc.rpartition("@")[2]
         self.began_ns, self.first_ns = time.monotonic_ns(), 0
         self.messages = list(map(_hash_message, messages))
         self.usage: Any = None

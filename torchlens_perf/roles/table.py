@@ -178,7 +178,15 @@ def _find_shifts(
 
     They are those of the wall clocks, unless something then happens to a sample before it is sent.
     """
-    lead = max(nodes, key=lambda node: _rate_as_lead(nodes[node]), default="")
+    # The node of the trainer that collects the batches.
+    lead = max(
+        nodes,
+        key=lambda node: (
+            sum(each.event.name == "batch_complete" for each in nodes[node]),
+            len(nodes[node]),
+        ),
+        default="",
+    )
     shifts: dict[str, float] = {}
     for node, rows in nodes.items():
         by_clock_s = (offsets_ns[node] - offsets_ns[lead]) * _NS
@@ -192,10 +200,6 @@ def _find_shifts(
                 " events: its events of roles were moved by this time"
             )
     return shifts
-
-
-def _rate_as_lead(rows: Sequence[_Row]) -> tuple[int, int]:
-    return sum(each.event.name == "batch_complete" for each in rows), len(rows)
 
 
 def _read_untils_ns(run: RunDirectory) -> dict[str, int]:
@@ -290,5 +294,6 @@ def read_trainer_steps(
         folder.paths = list(paths) if windows and node in shifts else []
         # The files of a node before its first one without these steps are not read.
         any(last_s < windows[0][0] for last_s in folder.read_each(add))
-    kept = len({(each.batch, each.step) for each in found})
-    return found, 1 + kept / max(1, len({each.batch for each in found}))
+    return found, 1 + len({(each.batch, each.step) for each in found}) / max(
+        1, len({each.batch for each in found})
+    )

@@ -47,7 +47,7 @@ class Rollout:
         if not args.use_vllm or args.vllm_mode != "server":
             return None
         url = args.vllm_server_base_url or f"//{args.vllm_server_host}:{args.vllm_server_port}"
-        return "rollout", urlsplit(url).netloc
+        return "rollout", urlsplit(url).netloc.rpartition("@")[2]
 
     def record_all(self, name: str, of: tuple[str, str] | None = None) -> None:
         # They are one call.
