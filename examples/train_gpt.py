@@ -67,7 +67,7 @@ class Block(nn.Module):
         # Compute the same again, which looks like a throttled or shared processor.
         if self.slow:
             with torch.no_grad():
-                for _ in range(12):
+                for _ in range(24):
                     self.mlp(self.norm2(x))
         return x + self.mlp(self.norm2(x))
 
