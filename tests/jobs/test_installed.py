@@ -224,8 +224,8 @@ import torchlens_perf
 from torchlens_perf.errors import ConfigError
 top = pathlib.Path(torchlens_perf.__file__).parent
 modules = []
-extras_in = ("serve", "top", "instrumentation", "query")
-extras = ("anyio", "duckdb", "opentelemetry", "packaging", "prometheus_client", "pyspark", "sqlglot",
+extras_in = ("actions", "serve", "top", "instrumentation", "query")
+extras = ("anyio", "duckdb", "kubernetes", "mcp", "opentelemetry", "packaging", "prometheus_client", "pyspark", "sqlglot",
           "starlette", "textual", "uvicorn")
 for path in sorted(top.rglob("*.py")):
     parts = path.relative_to(top.parent).with_suffix("").parts
