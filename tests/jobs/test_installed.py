@@ -225,8 +225,8 @@ from torchlens_perf.errors import ConfigError
 top = pathlib.Path(torchlens_perf.__file__).parent
 modules = []
 extras_in = ("actions", "serve", "top", "instrumentation", "query")
-extras = ("anyio", "duckdb", "kubernetes", "mcp", "opentelemetry", "packaging", "prometheus_client", "pyspark", "sqlglot",
-          "starlette", "textual", "uvicorn")
+extras = ("anyio", "duckdb", "kubernetes", "mcp", "opentelemetry", "packaging", "prometheus_client", "pyspark",
+          "sqlglot", "starlette", "textual", "uvicorn")
 for path in sorted(top.rglob("*.py")):
     parts = path.relative_to(top.parent).with_suffix("").parts
     modules.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
