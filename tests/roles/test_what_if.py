@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -71,6 +72,26 @@ def test_overlap_gains_what_idle_engines_cost() -> None:
     found = next(each for each in predict_changes(iterations) if each.kind == what_if.ASYNCHRONOUS)
 
     assert found.gain_s == pytest.approx(idle.seconds / len(iterations))
+
+
+def test_samples_whose_generation_was_not_recorded_are_one_queue() -> None:
+    iterations = [
+        dataclasses.replace(
+            each,
+            samples=[
+                dataclasses.replace(
+                    sample, segments=[part._replace(waiting=True) for part in sample.segments]
+                )
+                for sample in each.samples
+            ],
+        )
+        for each in job_iterations()
+    ]
+    found = {each.kind: each for each in predict_changes(iterations)}
+
+    for each in found.values():
+        assert 0 <= each.low_s <= each.gain_s <= each.high_s
+    assert what_if.OVER_SAMPLING in found
 
 
 def test_few_iterations_predict_nothing() -> None:

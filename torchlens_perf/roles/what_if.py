@@ -95,7 +95,8 @@ class _Queues:
             for sample in each.samples
             for mark in _generation_marks(sample)
         )
-        self._slots = {
+        # An engine whose generation was not recorded has one.
+        self._slots = {sample.engine: 1 for each in iterations for sample in each.samples} | {
             engine: max(itertools.accumulate(edge for _, edge in sorted(found)))
             for engine, found in marks.items()
         }
