@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def empty_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package without modules, so that any import from it fails."""
+    """Make a package without modules. Any import from it fails."""
     (tmp_path / PACKAGE).mkdir()
     monkeypatch.syspath_prepend(tmp_path)
 

@@ -174,7 +174,7 @@ def _key_of(node: str, process: str) -> str:
 def _find_shifts(
     nodes: Mapping[str, Sequence[_Row]], offsets_ns: Mapping[str, int], notes: list[str]
 ) -> dict[str, float]:
-    """Return the seconds to add to the times of each node, so that they are of the lead's clock.
+    """Return the seconds to add to the times of each node for times of the lead's clock.
 
     They are those of the wall clocks, unless something then happens to a sample before it is sent.
     """
