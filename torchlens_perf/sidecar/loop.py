@@ -18,7 +18,7 @@ from torchlens_perf.sidecar.cluster import ROUND_S
 from torchlens_perf.sidecar.live_results import LiveResultDelivery
 from torchlens_perf.sidecar.metrics_port import MetricsPort
 from torchlens_perf.sidecar.page_file import write_page_if_wanted
-from torchlens_perf.sidecar.schedule import FILLING, Schedule
+from torchlens_perf.sidecar.schedule import FILLING, URGENT, Schedule
 from torchlens_perf.sidecar.wake import Wake
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ def run_sidecar(
     def run_in_background(work: Callable[[], bool | None]) -> bool | None:
         return work() if background is None else background.submit(work).result()
 
-    # When a rank has ended, it may wait for its report. The calling thread runs the next round,
-    # because this thread has the job's priority. In a short run, a rank may end before the first
-    # round.
-    ended = bool(sidecar.run.find_local_mailboxes(REPORT))
-    while (ended or run_in_background(rounds.run_until_a_rank_ends)) and rounds.run_round():
-        ended = False
+    # When a rank has ended, it may wait for its report, and a ring that is nearly full must be read
+    # soon. The calling thread runs the next round, because this thread has the job's priority. In a
+    # short run, a rank may end before the first round.
+    is_urgent = bool(sidecar.run.find_local_mailboxes(REPORT))
+    while (is_urgent or run_in_background(rounds.run_until_urgent)) and rounds.run_round():
+        is_urgent = False
     if rounds.replaced:
         sidecar.close()
         return False
@@ -140,8 +140,8 @@ class _RoundRunner:
         self._account_took_s = self._judging_took_s = self._save_took_s = 0.0
         lock.write_status("is reading what the ranks record")
 
-    def run_until_a_rank_ends(self) -> bool:
-        """Run rounds until a rank ends. Return False if that was the last round."""
+    def run_until_urgent(self) -> bool:
+        """Run rounds until a rank ends or a ring is nearly full. Return False after the last round."""
         while self.run_round():
             if self._sleep_until_event(self._schedule.poll_s):
                 return True
@@ -150,7 +150,7 @@ class _RoundRunner:
     def _sleep_until_event(self, duration_s: float) -> bool:
         """Sleep until the duration is over, a rank ends or makes a request, or SIGTERM arrives.
 
-        Return True if a rank has ended.
+        Return True if a rank has ended, or a ring is nearly full.
         """
         until_s = self._clock() + duration_s
         live, ends = self._sidecar.sources.unfinished_rings(), termination.is_requested()
@@ -166,7 +166,7 @@ class _RoundRunner:
             for source in live:
                 state, new_share, source_due_s = source.peek(self._clock())
                 due_s = min(due_s, source_due_s)
-                if state == ring.State.CLOSED:
+                if state == ring.State.CLOSED or new_share > URGENT:
                     return True
                 wakes |= new_share > most_share
             if wakes or termination.is_requested() != ends or self._live.poll_requests():
@@ -207,8 +207,9 @@ class _RoundRunner:
             with contain_errors("counting the records"):
                 sidecar.count_records()
             self._account_took_s, has_counted = self._clock() - now_s, True
-        period_s = ROUND_S if schedule.has_other_nodes else _ALONE_ROUND_S
-        if not more or schedule.is_judging_due(now_s, period_s, self._judging_took_s):
+        if not more or schedule.is_judging_due(
+            now_s, ROUND_S if schedule.has_other_nodes else _ALONE_ROUND_S, self._judging_took_s
+        ):
             began_s = self._clock()
             sidecar.judge_ranks(now_s, final=not more)
             self._judging_took_s = self._clock() - began_s

@@ -12,6 +12,9 @@ MAX_UNKEPT_RECORDS = 1 << 18
 MAX_WAITING_RECORDS = 1 << 19
 # A poll should find the fullest ring at most at this level.
 FILLING = 1 / 8
+# From this level, the ring is read at the job's priority: on busy CPUs, low priority would lose
+# records.
+URGENT = 1 / 2
 _MAX_POLL_S, _RARE_POLL_S, _IDLE_POLL_S = 0.5, 2.0, 4.0
 _ACCOUNT_S, _LATEST_ACCOUNT_S, _LATEST_JUDGING_S = 1.0, 5.0, 5.0
 _SAVE_S = 5.0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sidecar.test_node import WORK
 from tests.support.leftovers import eventually
 from tests.support.processes import wait_for_sidecar
 from tests.support.ranks import Rank
@@ -73,6 +74,57 @@ def test_last_round_runs_at_the_jobs_priority(
 
     assert [each == main for each in rounds] == [False, False, False, True]
     assert len(set(rounds)) == 2
+
+
+def test_ring_that_is_nearly_full_is_read_at_the_jobs_priority(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On busy CPUs, a thread with low priority might read it too late."""
+    rank = Rank(run, 0, 1, ring_records=1024)
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
+    assert lock.acquire()
+    made = Sidecar(run, rank.identity.host, None, lambda *_: None)
+    rounds: list[int] = []
+    measure = made.sample_telemetry
+
+    def measured() -> None:
+        rounds.append(threading.get_native_id())
+        if len(rounds) == 2:
+            rank.steps(150, **WORK)  # 750 records.
+        elif len(rounds) == 5:
+            rank.close()
+        measure()
+
+    monkeypatch.setattr(made, "sample_telemetry", measured)
+    with ThreadPoolExecutor(1) as beside_the_job:
+        run_sidecar(made, lock, background=beside_the_job)
+    main = threading.get_native_id()
+
+    assert [each == main for each in rounds] == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize(("steps", "is_urgent"), [(20, False), (60, True)])
+def test_imports_for_a_ring_that_fills_have_the_jobs_priority(
+    run: RunDirectory, steps: int, is_urgent: bool
+) -> None:
+    """They take most of the CPU time of the sidecar's first seconds."""
+    rank = Rank(run, 0, 1, ring_records=1024)
+    rank.steps(steps, **WORK)
+    sidecar.ensure_running(run, rank.identity)
+
+    def read_status() -> tuple[int, int, str]:
+        return sidecar_status.read_status(str(find_sidecar_lock(run.run_id)))
+
+    assert eventually(lambda: "is reading" in read_status()[2])
+    pid = read_status()[0]
+    used_ns = {
+        thread: int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0])
+        for thread in thread_ids(pid)
+    }
+    rank.close()
+    wait_for_sidecar(run)
+
+    assert (used_ns[pid] > sum(used_ns.values()) / 2) == is_urgent
 
 
 def test_allocation_over_the_limit_raises_memory_error() -> None:

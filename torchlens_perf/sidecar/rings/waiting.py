@@ -15,6 +15,8 @@ from torchlens_perf.sidecar.stops import StopObserver
 # The first bytes of a ring file, and positions of words in its header. They are copies from
 # run/ring.py, which takes long to import.
 MAGIC, HEAD, STEP, STATE, CLOSED = b"TLPRING\0", 8, 9, 13, 1
+# Reading starts at this fill level of a ring, which must not overflow during the imports.
+FILLING = 1 / 4
 
 
 class RingProgress:

@@ -32,6 +32,7 @@ from torchlens_perf.run.place.node import host_of_node, node_name
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
+from torchlens_perf.sidecar.rings.waiting import FILLING
 from torchlens_perf.store.file_names import list_nodes
 from torchlens_perf.store.without_pandas import block_pandas_import
 
@@ -196,7 +197,10 @@ def _run_sidecar_until_end(
     background = (
         ThreadPoolExecutor(1, initializer=priority.lower_thread_priority) if is_live else None
     )
-    if background is not None and not run.find_local_mailboxes(REPORT):
+    if background is not None and not (
+        run.find_local_mailboxes(REPORT)
+        or any(each.fill_level >= FILLING for each in rings.values())
+    ):
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import (
         create_exporter_from_environment,

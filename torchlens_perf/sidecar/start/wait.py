@@ -18,12 +18,10 @@ from collections.abc import Callable, Sequence
 
 from torchlens_perf.run.sidecar_status import LOADS, SEVERAL_NODES, SHARED, write_status
 from torchlens_perf.sidecar import priority, termination
-from torchlens_perf.sidecar.rings.waiting import WaitingRing
+from torchlens_perf.sidecar.rings.waiting import FILLING, WaitingRing
 from torchlens_perf.sidecar.wake import Wake
 
 SHORT_RUN_S = 5.0
-# Reading starts at this fill level of a ring, which must not overflow during the imports.
-FILLING = 1 / 4
 POLL_INTERVAL_S = 0.025
 # Longest interval if the kernel reports new files.
 _MAX_POLL_INTERVAL_S = 0.5
