@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torchlens_perf as perf
@@ -23,12 +24,18 @@ def module_name(path: Path) -> str:
     )
 
 
+def nodes_of(path: Path, pattern: str) -> Iterable[ast.AST]:
+    """Return all nodes of a file that the pattern matches, else none. Parsing all files is slow."""
+    text = path.read_text()
+    return ast.walk(ast.parse(text)) if re.search(pattern, text) else ()
+
+
 def assigned(path: Path) -> set[str]:
     """Return the attributes that a file sets on a session or its parts instead of calling their
     methods. The facts about the rank are a record, which hooks fill in.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path, r"session\b"):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             chain = ast.unparse(node.value).split(".")
             if {"session", "_session"} & set(chain[-2:]) and chain[-1] != "facts":
@@ -80,7 +87,7 @@ def test_package_issues_no_collective() -> None:
     for path in PACKAGE.rglob("*.py"):
         if module_name(path).startswith("check."):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path, rf"\b({'|'.join(forbidden)})\("):
             if isinstance(node, ast.Call):
                 function = node.func
                 name = (
@@ -115,7 +122,7 @@ def test_broad_excepts_are_only_in_listed_places() -> None:
     }
     found: dict[str, int] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path, r"except:|Exception\b"):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None
                 or re.fullmatch(r"(ours\()?(Base)?Exception\)?", ast.unparse(node.type))
