@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import importlib
 import json
 import os
 import shutil
@@ -81,6 +82,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     (tmp_path / ".kube").mkdir()
     (tmp_path / ".kube" / "config").write_text(json.dumps(config))
     monkeypatch.setenv("HOME", str(tmp_path))
+    importlib.import_module("kubernetes.client")  # Takes a second, which no test should be charged.
     yield found
     found.server.shutdown()
     found.server.server_close()
