@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cpu_budget import PROCESSES_S, SLACK, TEST_S, CpuTime, find_excess
+from tests.support import cpu_budget
+from tests.support.cpu_budget import (
+    PROCESSES_S,
+    SLACK,
+    TEST_S,
+    CpuTime,
+    find_excess,
+    measure_slowness,
+)
 from tests.support.processes import run
 
 _CONFTEST = """
@@ -34,14 +42,14 @@ def test_cheap():
     pass
 
 def test_expensive():
-    spin(0.4)
+    spin(1.5)
 
 @pytest.mark.slow
 def test_known_as_expensive():
-    spin(0.4)
+    spin(1.5)
 
 def test_of_processes():
-    subprocess.run([sys.executable, "-c", {_SPIN.format(0.8)!r}], check=True)
+    subprocess.run([sys.executable, "-c", {_SPIN.format(3.0)!r}], check=True)
 """
 
 
@@ -52,11 +60,11 @@ def test_expensive_tests_of_all_workers_fail_and_are_listed(tmp_path: Path) -> N
     shown = run_pytest(tmp_path, "-p", "xdist", "-n", "2")
 
     assert "2 failed, 2 passed" in shown
-    assert re.search(r"0\.[4-9] s of CPU time in this process, and the budget is 0\.1 s", shown)
+    assert re.search(r"1\.[5-9] s of CPU time in this process, and the budget is 0\.1 s", shown)
     assert re.search(r"\d\.\d s of CPU time in started processes", shown)
-    assert re.search(r"[01]\.\d s test_planted.py::test_of_processes\n", shown)
+    assert re.search(r"[34]\.\d s test_planted.py::test_of_processes\n", shown)
     (suite_s,) = re.findall(r"CPU time: (\d+) s", shown)
-    assert 1 <= int(suite_s) < 60
+    assert 3 <= int(suite_s) < 60
 
 
 def test_suite_above_its_budget_fails(tmp_path: Path) -> None:
@@ -71,6 +79,16 @@ def test_slack_is_for_machines_with_other_load() -> None:
     assert find_excess(CpuTime(own_s, children_s)) == ""
     assert "in this process" in find_excess(CpuTime(own_s + 0.1, 0.0))
     assert "in started processes" in find_excess(CpuTime(own_s, children_s + 0.1))
+    assert find_excess(CpuTime(1.9 * own_s, 1.9 * children_s), slowness=2.0) == ""
+    assert "in this process" in find_excess(CpuTime(2.1 * own_s, 0.0), slowness=2.0)
+
+
+def test_slowness_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factor is never less than one."""
+    monkeypatch.setattr(cpu_budget, "USUAL_PARSING_S", 1e-4)
+    assert measure_slowness() > 50
+    monkeypatch.setattr(cpu_budget, "USUAL_PARSING_S", 1e4)
+    assert measure_slowness() == 1.0
 
 
 def run_pytest(folder: Path, *options: str) -> str:
