@@ -195,15 +195,15 @@ def _make_pythonpath_absolute(text: str) -> str:
     entries = []
     for entry in text.split(os.pathsep):
         end = os.sep + os.path.normpath(entry)
-        known = (
+        known = [
             each
             for each in sys.path
             if isinstance(each, str) and os.path.isabs(each) and each.endswith(end)
-        )
+        ]
         if os.path.isabs(entry) or not entry:
             entries.append(entry)
         else:
-            entries += [next(known, "")]
+            entries += known[:1]
     entries = [
         entry for entry in entries if entry and not entry.rstrip(os.sep).endswith(_INSTRUMENTS)
     ]
