@@ -27,6 +27,8 @@ def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> N
             for path in pages
         }
         (page,) = shown
+        # A script that gets itself again for a wrong token repeats its request forever.
+        assert ("<script" in page) == (token == "")
         assert "Open the address that `torchlens-perf serve` printed" in page
         assert "done" not in page
         for path in (

@@ -85,7 +85,8 @@ class AccessGuard:
         if not hmac.compare_digest(token, self._token):
             if reads and scope["path"].startswith("/static/"):
                 return None
-            if reads and "/api/" not in scope["path"]:
+            # A script that sent a wrong token would get itself again, and repeat the request forever.
+            if reads and not token and "/api/" not in scope["path"]:
                 return _build_opening_page(scope)
             return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
         # Other servers than this package's have no such function.

@@ -184,7 +184,20 @@ def test_browser_without_the_token_is_told_what_to_do(context: Any, server: Page
     page.wait_for_selector("main td a")
     page.evaluate("sessionStorage.setItem(Object.keys(sessionStorage)[0], 'of-another-start')")
     page.reload()
-    page.wait_for_timeout(1000)
-    assert "Open the address that `torchlens-perf serve` printed" in page.inner_text("main")
+    page.wait_for_selector("text=Open the address that `torchlens-perf serve` printed")
     page.goto(server.address)
     page.wait_for_selector("main td a")
+
+
+def test_page_that_is_still_read_does_not_ask_for_a_token(context: Any, server: PageServer) -> None:
+    """A large run takes seconds to read, during which the token is not known to be wrong."""
+    page = opened(context, server.address)
+    held: list[Any] = []
+    page.route(lambda url: url.endswith("/runs/done/"), lambda route: held.append(route))
+    page.click("main td a", no_wait_after=True)
+    page.wait_for_timeout(500)
+    held.pop().continue_()
+    page.wait_for_selector("text=Loading")
+    assert "token" not in page.inner_text("main")
+    held.pop().continue_()
+    page.wait_for_selector("#live-status")

@@ -78,15 +78,15 @@
   }
 
   function say(words) {
-    const place = document.querySelector("main") ?? document.body, line = document.createElement("p");
-    line.textContent = words;
-    place.replaceChildren(line);
+    const line = Object.assign(document.createElement("p"), { textContent: words });
+    (document.querySelector("main") ?? document.body).replaceChildren(line);
   }
 
   async function open() {
+    // A large run takes seconds to read. Without a token, the page already says what to do.
+    if (token) say("Loading …");
     const answer = await answerHere();
-    // The page already shows the reason.
-    if (answer === null || answer.status === 403) return;
+    if (!answer) return;
     if (isFile(answer)) {
       say("The file is being saved.");
       return save(answer, fileName(location.href));
