@@ -17,6 +17,7 @@ from tests.support.simulated_runs import simulate_run
 from torchlens_perf.commands.cli import main
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.query.engine import run_query
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import ParquetFolder
 
@@ -127,6 +128,18 @@ def test_error_on_an_unknown_name_keeps_its_lines_and_lists_the_tables(
     assert any(line.strip() == "^" for line in lines)
     assert lines[-1].startswith("Tables of these runs: ")
     assert "spans, steps, verdicts" in lines[-1]
+
+
+def test_verdict_has_the_first_step_that_the_report_has(tmp_path: Path) -> None:
+    """Also a bottleneck, which has no step of its own but that of its period."""
+    waits = (f"--fault=constant:rank={rank},share=1,phase=data" for rank in range(2))
+    run = simulate_run(tmp_path / "run", *waits, ranks=2, steps=100)
+    rows = run_query("SELECT since_step FROM verdicts WHERE kind = 'data_bound'", [str(run)], [])
+    (verdict,) = (
+        row for row in load_report(RunDirectory(run))["verdicts"] if row.kind == "data_bound"
+    )
+    assert verdict.held is not None
+    assert rows.rows == [(verdict.held.since_step,)] != [(None,)]
 
 
 def test_folder_without_runs_ends_with_exit_code_2(

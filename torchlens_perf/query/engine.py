@@ -132,7 +132,8 @@ def _verdict_rows(run: RunDirectory) -> list[tuple[str, list[object]]]:
     return [
         ("verdicts", [
             report["run"]["id"], row.kind, headline.status, row.rank, list(row.ranks), row.phase,
-            row.since_step, row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
+            row.held.since_step if row.held else row.since_step,
+            row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
         ])
         for row, headline in zip(report["verdicts"], build_headlines(report), strict=True)
     ]  # fmt: skip
