@@ -267,7 +267,7 @@ def test_bottleneck_that_ended_has_its_last_step() -> None:
             build_report("r", [node([slow_data(0, 320, 400)] * 2)]), "x", columns=110, color=False
         ).split()
     )
-    assert "in 40 of 50 windows of 8 steps, from step 0 to 319 (" in text
+    assert "in 40 of the run's 50 judged windows of 8 steps, from step 0 to 319 (" in text
 
 
 def test_bottleneck_of_the_run_is_current_although_its_last_windows_are_faster() -> None:
@@ -474,16 +474,16 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
 
     assert (
         describe_period(whole, started)
-        == "in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
+        == "in 14 of the run's 15 judged windows of 64 steps, since step 64 (09:14:02 UTC)."
     )
     assert (
         describe_period(over, started)
-        == "in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 UTC to"
+        == "in 14 of the run's 15 judged windows of 64 steps, from step 64 to 199 (09:14:02 UTC to"
         " 2026-11-24 01:02:03 UTC)."
     )
     assert describe_period(
         structs.replace(whole, windows_held=1, windows_judged=1, window_steps=8), started
-    ).startswith("in 1 of 1 window of 8 steps, ")
+    ).startswith("in 1 of the run's 1 judged window of 8 steps, ")
     assert describe_period(at_step, started) == "since step 64."
     assert describe_period(None, started) == ""
 
@@ -513,8 +513,8 @@ def test_newest_ended_findings_are_listed_as_earlier() -> None:
 
     assert words.startswith("Rank 1 was slow in the backward pass from step 100 to step 109: ")
     assert (
-        "It is over: no action is needed unless it returns. Seen in 2 of 20 windows of 8 steps, from step 100 to 109 ("
-        in words
+        "It is over: no action is needed unless it returns."
+        " Seen in 2 of the run's 20 judged windows of 8 steps, from step 100 to 109 (" in words
     )
     assert "2 more: --json" in words
 

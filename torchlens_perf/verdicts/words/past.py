@@ -92,8 +92,9 @@ def describe_period(held: Period | None, started: str | None) -> str:
     at = f" ({' to '.join(times)})" if times and (lasts or len(times) == 2) else ""
     if not held.windows_judged:
         return f"{steps}{at}."
-    windows = format_count(held.windows_judged, "window")
-    some = f"{held.windows_held} of {windows} of {held.window_steps} steps"
+    # The windows before the period count, too.
+    windows = format_count(held.windows_judged, "judged window")
+    some = f"{held.windows_held} of the run's {windows} of {held.window_steps} steps"
     return f"in {some}, {steps}{at}."
 
 
