@@ -8,14 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.collectives import US, Issued, joined
 from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
 from torchlens_perf.exporters import node_semantics, semantics
+from torchlens_perf.exporters.node_figures import read_node_points
 from torchlens_perf.exporters.prometheus import exporter as exporter_module
 from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 from torchlens_perf.exporters.prometheus.families import MAX_LABEL, MAX_POINTS, convert_to_families
 from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_unit_suffix
 from torchlens_perf.exporters.series import ArrayMeter
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.node_state import NodeState
 
 RANKS, SLOW = 4, 2
 NAMES = (
@@ -78,6 +82,29 @@ def test_counts_sums_and_buckets_equal_those_of_the_steps(answer: Scrape) -> Non
     slowest = answer.value("torch_train_step_own_time_slowest_seconds")
     assert slowest > 1.2 * answer.value("torch_train_step_own_time_fastest_seconds")
     assert answer.value("torch_train_ranks") == RANKS
+
+
+@pytest.mark.parametrize(
+    ("flags", "waits"), [(Flag.COMPLETED, {0: 0.0, 1: 0.001}), (Flag.COMPLETED | Flag.ASYNC, {})]
+)
+def test_time_blocked_is_absent_if_no_operation_blocks(
+    flags: Flag, waits: dict[int, float]
+) -> None:
+    """Ranks block later, on the results. The order of arrival is known for both."""
+    issued = {
+        rank: [
+            Issued(
+                "allreduce group=0 dtype=float32", 0, (1 + rank) * 1000 * US, 1 << 20, int(flags)
+            )
+        ]
+        for rank in range(2)
+    }
+    points = read_node_points(NodeState("node-0", join=joined(issued))).points
+    found = {
+        labels[semantics.RANK]: value for value, labels in points[node_semantics.COLLECTIVE_WAIT]
+    }
+    assert found == pytest.approx(waits)
+    assert [value for value, _ in points[node_semantics.COLLECTIVE_ARRIVED_LAST]] == [1, 0]
 
 
 def test_open_alert_is_a_metric_with_rank_phase_host_class_and_cost(answer: Scrape) -> None:

@@ -86,13 +86,12 @@ def _points_by_operation(join: CollectiveJoin) -> dict[str, Points]:
         found = counts.setdefault(each.key.operation, [0, 0])
         found[0] += each.records
         found[1] += each.bytes
-    names = node_semantics.COLLECTIVES, node_semantics.COLLECTIVE_IO
     return {
         name: tuple(
             (both[at], {node_semantics.COLLECTIVE_OPERATION: operation})
             for operation, both in counts.items()
         )
-        for at, name in enumerate(names)
+        for at, name in enumerate((node_semantics.COLLECTIVES, node_semantics.COLLECTIVE_IO))
     }
 
 
@@ -105,7 +104,9 @@ def _points_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
             and semantics_of(each.key.operation).waits is WaitRelation.ALL
         )
         for rank, of_rank in each.totals_by_rank().items():
-            totals[node_semantics.COLLECTIVE_WAIT][rank] += of_rank["exposed_wait_ns"]
+            # Where an asynchronous operation blocks its rank is not known.
+            if each.asynchronous < each.records:
+                totals[node_semantics.COLLECTIVE_WAIT][rank] += of_rank["exposed_wait_ns"]
             if known and each.joined:
                 totals[node_semantics.COLLECTIVE_COMPARED][rank] += each.joined
                 totals[node_semantics.COLLECTIVE_ARRIVED_LAST][rank] += of_rank["last"]
@@ -116,7 +117,7 @@ def _points_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
         lag_ns = totals[node_semantics.COLLECTIVE_LAG][rank]
         return -lag_ns, -totals[node_semantics.COLLECTIVE_ARRIVED_LAST][rank], rank
 
-    shown = sorted(sorted(totals[node_semantics.COLLECTIVE_WAIT], key=importance)[:most])
+    shown = sorted(sorted(set[int]().union(*totals.values()), key=importance)[:most])
     return {
         name: tuple(
             (totals[name][rank] * scale, {semantics.RANK: rank})
