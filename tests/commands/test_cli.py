@@ -165,6 +165,19 @@ def test_report_ends_without_an_error_when_its_pipe_is_closed(finished: RunDirec
     assert (done.stdout, done.stderr, done.returncode) == ("{\n", "", 0)
 
 
+@pytest.mark.parametrize(
+    ("output", "error", "code"),
+    [(">&-", "", 0), ("> /dev/full", "torchlens-perf: [Errno 28] No space left on device\n", 2)],
+)
+def test_report_that_cannot_be_printed_ends_without_a_traceback(
+    finished: RunDirectory, output: str, error: str, code: int
+) -> None:
+    command = f"{sys.executable} -m torchlens_perf report {finished.path} --json {output}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+
+    assert (done.stdout, done.stderr, done.returncode) == ("", error, code)
+
+
 def test_sidecar_command_replays_a_finished_run_and_prints_a_summary(
     finished: RunDirectory,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import os
 import re
@@ -48,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     arguments: the command line; by default the one of this process.
     """
-    is_program = arguments is None
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # A shell can start a program with a closed stdout.
+    sys.stdout = sys.stdout or io.StringIO()
     try:
-        if not arguments or arguments[0] in ("-h", "--help", "help"):
+        if not words or words[0] in ("-h", "--help", "help"):
             lines = [
                 line
                 for title, commands in _GROUPS.items()
@@ -63,18 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ]
             sys.stdout.write(_HELP.format(commands="\n".join(lines)))
             return 0
-        if arguments[0] == "--version":
+        if words[0] == "--version":
             print(versions_text())
             return 0
-        if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
-            run.exec_recorded_python(arguments[1:])
+        if words[0] == "run" and words[1:2] not in (["-h"], ["--help"]):
+            run.exec_recorded_python(words[1:])
         parser = _build_parser()
         names = (*_COMMANDS, results.COMMAND.name)
-        if not arguments[0].startswith("-") and arguments[0] not in names:
-            raise ConfigError(_unknown_command_text(arguments[0]))
-        options = parser.parse_args(arguments)
+        if not words[0].startswith("-") and words[0] not in names:
+            raise ConfigError(_unknown_command_text(words[0]))
+        options = parser.parse_args(words)
         # doctor imports Dynamo, which needs pandas.
-        if is_program and options.command is not _run_doctor:
+        if arguments is None and options.command is not _run_doctor:
             block_pandas_import()
         return options.command(options)
     except TorchlensPerfError as error:
@@ -84,11 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("there is not enough memory to read the files of the run")
     except KeyboardInterrupt:
         return _fail("interrupted", code=128 + signal.SIGINT)
-    except BrokenPipeError:
-        # `torchlens-perf report | head` closed the pipe. Python would raise the error again when it
-        # flushes stdout.
+    except OSError as error:
+        # `torchlens-perf report | head` closed the pipe, or the disk is full. Python would raise the
+        # error again when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0 if isinstance(error, BrokenPipeError) else _fail(printable(str(error)))
 
 
 def _fail(problem: str, code: int = 2) -> int:
