@@ -66,6 +66,8 @@ def test_screens_show_the_table(tmp_path: Path) -> None:
     for text in (terminal, page):
         words = " ".join(text.split())
         assert "MFU is not measured: no peak is known for fp32 on this device." in words
+        # Three of all operators are named.
+        assert "the largest shares without counted FLOPs are " in words
         assert "FLOP/s" in words
         assert "of limit" not in words
     assert value["utilization"]["convention"].startswith("Attention is counted in full")

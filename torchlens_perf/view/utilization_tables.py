@@ -91,7 +91,8 @@ def _note(job: Utilization) -> str:
         text += f"MFU is not measured: no peak is known for {precisions} on this device."
     names = [f"{each.operator} ({format_percent(each.share)})" for each in job.uncounted[:3]]
     uncounted = (
-        f"FLOPs are not counted of, by share of the time of all operators: {', '.join(names)}."
+        "Of the time of all operators, the largest shares without counted FLOPs are"
+        f" {', '.join(names)}."
     )
     return f"{text} {uncounted}" if names else text
 
