@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
@@ -16,11 +16,13 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_rounded,
 )
+from torchlens_perf.page.sections.phases import build_phases_section
 from torchlens_perf.report.build import build_report
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.verdicts.words.report import LostTime, PathClass, Report
 from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.lost_time_tables import build_critical_path_table
+from torchlens_perf.view.markup import to_html
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.tables import build_tables
 
@@ -58,8 +60,8 @@ def test_slow_rank_is_the_first_row_of_the_rank_table(slow: Report) -> None:
     assert compute[0] > compute[1] >= compute[2]  # type: ignore[operator]
 
 
-def test_rank_table_names_its_steps_if_the_rank_was_slow_later(slow: Report) -> None:
-    """The verdict is then about fewer steps, so its compute time differs from that of the table."""
+def test_tables_of_the_run_name_their_steps_if_the_rank_was_slow_later(slow: Report) -> None:
+    """The verdict is then about fewer steps, so its times differ from those of the tables."""
     row = slow["verdicts"][0]
     assert row.held is not None
     later = structs.replace(row, held=structs.replace(row.held, since_step=40))
@@ -67,6 +69,11 @@ def test_rank_table_names_its_steps_if_the_rank_was_slow_later(slow: Report) -> 
     assert found(slow, "ranks").title == "Typical step of each rank"
     late: Report = {**slow, "verdicts": [later]}
     assert found(late, "ranks").title == "Typical step of each rank, steps 0 to 119"
+    assert found(late, "modules").title == "Modules, forward time per step, steps 0 to 119"
+    for report, covered in ((slow, ""), (late, ", steps 0 to 119")):
+        section = build_phases_section(cast("Any", {"report": report}))
+        assert section is not None
+        assert f"Typical step by part{covered} (host clock)" in to_html(section)
 
 
 def test_shares_of_last_arrivals_name_their_whole(slow: Report) -> None:

@@ -100,7 +100,7 @@ def build_rank_table(report: Report) -> Table | None:
                    "Largest amount of host memory that the rank used."),
         ),
     ]  # fmt: skip
-    title = f"Typical step{' of each rank' * several}{_covered_steps(report)}{clock}"
+    title = f"Typical step{' of each rank' * several}{covered_steps(report)}{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
     notes = [
         _compute_note(report, {rank["rank"]: compute_s(rank) for rank in ranks}) if by_host else "",
@@ -141,7 +141,7 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
     return ""
 
 
-def _covered_steps(report: Report) -> str:
+def covered_steps(report: Report) -> str:
     """Return the steps of a table if the verdict on a slow rank is about fewer steps; else ""."""
     is_later = any(row.held and row.held.since_step for row in current_stragglers(report))
     return f", steps 0 to {report['steps']['made'] - 1}" if is_later else ""
@@ -204,7 +204,7 @@ def build_device_table(report: Report) -> Table | None:
     ] if judged else []  # fmt: skip
     clocks = " and ".join(sorted({str(each["clock"]) for each in times if each["clock"]}))
     title = (
-        f"Typical step of {'each rank' if several else 'the device'}{_covered_steps(report)},"
+        f"Typical step of {'each rank' if several else 'the device'}{covered_steps(report)},"
         " device clock"
     )
     note = " ".join(filter(None, (*notes, f"Measured by {clocks}." if clocks else "")))

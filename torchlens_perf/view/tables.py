@@ -28,6 +28,7 @@ from torchlens_perf.view.rank_tables import (
     build_device_table,
     build_memory_table,
     build_rank_table,
+    covered_steps,
     current_stragglers,
 )
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, columns_if
@@ -116,7 +117,7 @@ def _compare_modules(report: Report, slow: Verdict) -> Table | None:
     marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
     return Table(
         "modules",
-        f"Modules, {what} per step",
+        f"Modules, {what} per step{covered_steps(report)}",
         columns,
         marked,
         _FIRST_ROWS,

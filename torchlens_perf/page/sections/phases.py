@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.report import Rank, Report
 from torchlens_perf.view.html import build_section
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.rank_tables import mean_parts, part_name, step_parts
+from torchlens_perf.view.rank_tables import covered_steps, mean_parts, part_name, step_parts
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS as NAMES
 
@@ -70,7 +70,7 @@ def _build_phase_figure(
     clock = "device" if by_device else "host"
     return build_bar_figure(
         f"phases-{clock}",
-        f"Typical step by part ({clock} clock)",
+        f"Typical step by part{covered_steps(report)} ({clock} clock)",
         rows,
         _phase_caption(rows, report, hidden=hidden),
     )
