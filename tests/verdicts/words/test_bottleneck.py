@@ -636,6 +636,16 @@ def test_part_whose_work_waits_for_cpus_is_named_with_its_whole_time() -> None:
     assert second.action.startswith("see what else keeps the CPUs busy")
 
 
+def test_phases_in_a_sentence_are_those_of_the_table() -> None:
+    """The table has their waits for a CPU in a column of their own, so the sentence names them."""
+    report = report_on([{**BASE, "data": 60.0, "forward": 20.0, "cpu": 2.0}] * 60)
+    first, times = report["verdicts"][0], mean_times(report)
+
+    assert times["forward"] == pytest.approx(0.018, rel=ROUNDING)
+    assert f"computing (the forward pass {format_duration(times['forward'])}, " in first.text
+    assert ", of which 6.7% waited for a CPU)" in first.text
+
+
 def test_data_loading_next_to_contention_of_other_parts_is_the_second_verdict() -> None:
     starved = {**BASE, "data": 20.0, "forward": 40.0, "cpu": 30.0}
     first, second = report_on([starved] * 60)["verdicts"]

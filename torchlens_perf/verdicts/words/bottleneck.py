@@ -80,8 +80,9 @@ _LONG_WORTH_NAMING = 0.05
 _STALL_WORTH_NAMING = 0.015
 # Shares of a step's host code for which one section is named as most or as some of it.
 _MOST, _SOME = 0.5, 0.25
-# Shares of samples without a CPU from which lack of CPUs is mentioned, and is the limit.
-_SOME_LACK, _SAMPLED_LACK = 0.05, 0.25
+# Share of a use of time from which a sentence names its waits for a CPU, which tables do not have in
+# it; shares of samples without a CPU from which lack of CPUs is mentioned, and is the limit.
+_NAMED_LACK, _SOME_LACK, _SAMPLED_LACK = 0.02, 0.05, 0.25
 _MAX_LONG = 2
 # The smallest number of steps that counts as a kind of steps.
 _FEWEST = 5
@@ -210,7 +211,7 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
 
 
 def _format_use(use: NamedUse, step_s: float) -> str:
-    if use.lack_s < _WORTH_NAMING * use.seconds:
+    if use.lack_s < _NAMED_LACK * use.seconds:
         return format_share(use.seconds, step_s)
     took, lacked = format_duration(use.seconds), format_percent(use.lack_s / use.seconds)
     share = format_percent(use.seconds / step_s)
@@ -332,7 +333,8 @@ def break_down_step(
     }
     computing = {part: left_s[part] for part in COMPUTE if left_s[part] > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
-    named = dict(computing)
+    # Tables show the phases without their waits for a CPU, too.
+    named = {part: ns / 1e9 for part, ns in account.uses_ns().items() if part in computing}
     if passes_s >= _LONG_WORTH_NAMING * step_s:
         named[WITHOUT_GRADIENTS] = min(passes_s, named.get("forward", 0.0))
         named["forward"] = named.get("forward", 0.0) - named[WITHOUT_GRADIENTS]
