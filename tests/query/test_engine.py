@@ -109,6 +109,17 @@ def test_damaged_file_is_left_out_with_a_line(
     assert "vm-000999.parquet" in captured.err
 
 
+def test_error_on_a_table_names_its_damaged_files(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "run-0", run)
+    for file in (run / "steps").iterdir():
+        file.write_bytes(b"PAR1 nothing PAR1")
+    assert main(["query", str(run), "SELECT count(*) AS n FROM steps"]) == 2
+    assert f"{file.name} cannot be read" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("sql", "message"),
     [("SELECT nothing FROM steps", "nothing"), ("SELEC 1", "syntax error")],

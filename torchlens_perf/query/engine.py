@@ -61,6 +61,7 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
             }
             raise RunStoreError(
                 *f"the query failed: {error}".splitlines(),
+                *notes,
                 f"Tables of these runs: {', '.join(sorted(found.union(QUERY_TABLES if 'events' in found else ())))}."
                 " `DESCRIBE steps` lists the columns of steps.",
             ) from None
