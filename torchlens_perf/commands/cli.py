@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import os
 import re
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # A shell can start a program with a closed stdout.
-    sys.stdout = sys.stdout or io.StringIO()
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         if not words or words[0] in ("-h", "--help", "help"):
             lines = [
