@@ -42,7 +42,7 @@ with w:
         losses.add(loss)
         writer.add_scalar("loss", float(loss), step)
         run.log({"loss": float(loss)})
-    for callback in w._get_live_views().callbacks:
+    for callback in w._get_live_views().alerts.callbacks:
         callback(VERDICT)
 losses.print(steps=step + 1, moved=run.step)
 writer.close()
