@@ -24,7 +24,8 @@ from tests.support.processes import only_report, run_warm
 FOLDER = Path(__file__).parent
 JOBS = FOLDER / "jobs"
 # Headlines that the reports on these scripts may have on a shared machine.
-SENSIBLE = {"compute_bound", "host_bound", "lack_of_cpu", "long_steps", "data_bound"}
+# On a busy machine, imports take most of a short job.
+SENSIBLE = {"compute_bound", "host_bound", "lack_of_cpu", "long_steps", "data_bound", "startup"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,15 +189,19 @@ def test_script_of_a_framework_is_recorded_and_its_losses_are_unchanged(
 
 USES = """
 import accelerate
+import torch
 from torchlens_perf.recorder.rank_metadata import _name_frameworks
 print(_name_frameworks())
-accelerate.Accelerator(cpu=True)
+accelerator = accelerate.Accelerator(cpu=True)
+accelerator.unwrap_model(torch.nn.Linear(1, 1))
 print(_name_frameworks())
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="no accelerate")
-def test_accelerate_is_named_once_the_program_uses_it(tmp_path: Path) -> None:
-    """transformers imports it for any model."""
-    done = run_warm([sys.executable, "-c", USES], tmp_path)
-    assert done.stdout.split() == ["none", "accelerate"], done.stderr
+def test_framework_is_named_once_the_program_uses_it(tmp_path: Path) -> None:
+    """transformers imports accelerate for any model, and accelerate imports an installed deepspeed."""
+    done = run_warm([sys.executable, "-c", USES], tmp_path, timeout_s=200)
+    # DeepSpeed logs to stdout.
+    named = [line for line in done.stdout.splitlines() if not line.startswith("[")]
+    assert named == ["none", "accelerate"], done.stderr

@@ -51,6 +51,8 @@ class Job:
     """Part of the first verdict's text."""
     itself: bool = False
     """True if the job starts its ranks itself."""
+    framework: str = "none"
+    """The frameworks that the report must name."""
 
 
 SLOW_DATA, SLOW_HOST = ("straggler", 1, "data"), ("straggler", 1, "host")
@@ -58,24 +60,36 @@ JOBS = {
     "hf_trainer": Job(
         ("transformers",), SLOW_DATA, micro_steps=2, modules=frozenset({"bert.encoder.layer.0"}),
         seen=("evaluation", "saving"),
+        framework="accelerate, transformers.trainer",
     ),
     "lightning_fit": Job(
-        ("lightning",), SLOW_DATA, micro_steps=2, modules=frozenset({"model.0"}), seen=("evaluation", "saving")
+        ("lightning",), SLOW_DATA, micro_steps=2, modules=frozenset({"model.0"}), seen=("evaluation", "saving"),
+        framework="lightning",
     ),
     "lightning_profiler": Job(
         # The profiler does not see the LightningModule, so the model is what its step calls.
         ("lightning",), ("data_bound", None, "data"), ranks=1, micro_steps=2, modules=frozenset({"0"}),
         sections=frozenset({"run_training_batch", "[Strategy]SingleDeviceStrategy.backward"}),
         seen=("evaluation", "saving"),
+        framework="lightning",
     ),
-    "accelerate_loop": Job(("accelerate",), SLOW_DATA, micro_steps=2),
-    "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"0"})),
-    "trl_peft": Job(("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"transformer.h.0"})),
-    "deepspeed_loop": Job(("deepspeed",), SLOW_DATA, micro_steps=2),
-    "accelerate_deepspeed": Job(("accelerate", "deepspeed"), SLOW_DATA, micro_steps=2),
+    "accelerate_loop": Job(("accelerate",), SLOW_DATA, micro_steps=2, framework="accelerate"),
+    "fabric_loop": Job(("lightning",), SLOW_DATA, modules=frozenset({"0"}), framework="lightning"),
+    "trl_peft": Job(
+        ("trl", "peft"), SLOW_DATA, micro_steps=2, modules=frozenset({"transformer.h.0"}),
+        framework="accelerate, transformers.trainer, trl.trainer",
+    ),
+    "deepspeed_loop": Job(("deepspeed",), SLOW_DATA, micro_steps=2, framework="deepspeed"),
+    "accelerate_deepspeed": Job(
+        ("accelerate", "deepspeed"), SLOW_DATA, micro_steps=2,
+        framework="accelerate, deepspeed",
+    ),
     "in_backward_loop": Job(("torch",), ("data_bound", None, "data"), ranks=1),
-    "ray_train": Job(("ray",), SLOW_DATA, ranks=2, itself=True),
-    "torchtune_loop": Job(("torchtune", "torchao"), SLOW_DATA, micro_steps=2, modules=frozenset({"layers.0"})),
+    "ray_train": Job(("ray",), SLOW_DATA, ranks=2, itself=True, framework="ray.train"),
+    "torchtune_loop": Job(
+        ("torchtune", "torchao"), SLOW_DATA, micro_steps=2, modules=frozenset({"layers.0"}),
+        framework="torchtune",
+    ),
     "vision_loop": Job(("torch",), SLOW_DATA, modules=frozenset({"1", "4"}), seen=("evaluation",)),
     "titan_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"batch"})),
     "plain_loop": Job(("torch",), SLOW_HOST, micro_steps=2, sections=frozenset({"get_batch"}), seen=("evaluation",)),
@@ -154,6 +168,7 @@ def test_job_of_a_framework_names_the_fault_and_keeps_its_losses(name: str, tmp_
     assert [row["steps"] for row in report["ranks"]] == [expected["steps"]] * job.ranks
     assert report["quality"]["lost"] == 0
     assert report["steps"]["micro_steps"] == job.micro_steps
+    assert report["run"]["settings"]["framework"] == job.framework
     assert (first.kind, first.rank, first.phase) == (kind, rank, phase), first.sentence
     assert job.says in first.sentence
     assert job.modules <= {row["name"] for row in report["modules"]}

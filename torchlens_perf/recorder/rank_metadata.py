@@ -41,7 +41,7 @@ _SPEED_VARIABLE = re.compile(
 # Settings of watch() that do not change what is measured.
 _PLACES = ("dir", "exchange", "prometheus", "report", "share")
 _FRAMEWORKS = (
-    "colossalai", "composer", "deepspeed", "fastai", "ignite", "lightning", "megatron", "nemo",
+    "accelerate", "colossalai", "composer", "deepspeed", "fastai", "ignite", "lightning", "megatron", "nemo",
     "pytorch_lightning", "ray.train", "torchtitan", "torchtune", "transformers.trainer", "trl.trainer",
     "verl", "vllm",
 )  # fmt: skip
@@ -252,10 +252,16 @@ def _name_frameworks() -> str:
     """Return the training frameworks that the program has loaded so far, such as "deepspeed"; "none"
     without one.
     """
-    # transformers loads accelerate for any model. Only a program that uses accelerate fills its state.
+    # transformers loads accelerate for any model, and accelerate loads an installed deepspeed to unwrap
+    # any model. Only a program that uses them fills their state.
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    accelerate = ["accelerate"] * bool(getattr(state, "_shared_state", None))
-    return ", ".join([*accelerate, *filter(sys.modules.get, _FRAMEWORKS)]) or "none"
+    used = {
+        "accelerate": getattr(state, "_shared_state", None),
+        "deepspeed": getattr(sys.modules.get("deepspeed.comm.comm"), "cdb", None),
+    }
+    return (
+        ", ".join(each for each in _FRAMEWORKS if used.get(each, sys.modules.get(each))) or "none"
+    )
 
 
 def _find_program_folder() -> str:
