@@ -20,11 +20,11 @@ from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.hardware_samples import COUNTERS, LINKS, QUANTITIES, HardwareSamples
+from torchlens_perf.run.hardware_samples import COUNTERS, GPUS, LINKS, QUANTITIES, HardwareSamples
 from torchlens_perf.run.records import PARTS, StepTable
 
 GB = 1 << 30
-GPUS = 2
+GPU_COUNT = 2
 _GPU: dict[str, Any] = {
     "sm_clock_hz": 1_700_000_000, "sm_clock_max_hz": 1_980_000_000, "memory_clock_hz": 2_600_000_000, "power_w": 640.0,
     "power_limit_w": 700.0, "temperature_c": 66, "memory_temperature_c": 80, "memory_used_bytes": 70 * GB,
@@ -52,8 +52,8 @@ class GpuTarget:
     def add_step(self) -> None:
         """Add one step of each rank and one sample of each GPU and port."""
         self._steps += 1
-        for rank in range(GPUS):
-            identity = identity_of(self._run, rank, GPUS)
+        for rank in range(GPU_COUNT):
+            identity = identity_of(self._run, rank, GPU_COUNT)
             memory = MemoryReading(
                 self._steps, 40 * GB, 60 * GB, 2 * GB, 65 * GB, 79 * GB, self._steps, 0
             )
@@ -66,7 +66,7 @@ class GpuTarget:
             "throttle_thermal_ns": 2e8,
             "pcie_transmitted_bytes": 1e6,
         }
-        gpus = tuple(gpu_sample(f"GPU-{gpu}", 0, **_GPU, grown=grown) for gpu in range(GPUS))
+        gpus = tuple(gpu_sample(f"GPU-{gpu}", 0, **_GPU, grown=grown) for gpu in range(GPU_COUNT))
         ports = tuple(
             port_sample("mlx5_0", port, active=port == 1, rate_bits=400_000_000_000,
                        grown=dict.fromkeys(QUANTITIES[LINKS], 1000.0))
@@ -74,7 +74,7 @@ class GpuTarget:
         )  # fmt: skip
         names = {gpu.name: "NVIDIA H200" for gpu in gpus}
         self._exporter.record_hardware(
-            identity_of(self._run, 0, GPUS), HardwareSamples((*gpus, *ports), names)
+            identity_of(self._run, 0, GPU_COUNT), HardwareSamples((*gpus, *ports), names)
         )
 
     def close(self) -> None:
