@@ -55,8 +55,9 @@ def test_ranks_of_a_training_job_are_captured_and_files_downloaded(
 ) -> None:
     """The page follows the run while ranks are captured, until the run ends."""
     folder, stop = training
-    run = eventually(lambda: run_of(folder))
-    assert run
+    assert eventually(lambda: run_of(folder) is not None)
+    run = run_of(folder)
+    assert run is not None
     with PageServer(folder) as server:
         viewer, api = server.viewer(), f"/runs/{run.name}/api"
         news = viewer.poll_changes(run.name)

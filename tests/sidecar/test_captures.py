@@ -422,8 +422,8 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
     (request,) = capture_files.read_requests(node.run.captures)[0]
 
     assert (request.asked_by, request.ranks, request.steps) == (BY_VERDICT, (3, 2), 3)
-    # The capture begins after two seconds of steps of 100 ms.
-    assert request.from_step == 10 + 1 + 20
+    # The capture begins after ten seconds of steps of 100 ms.
+    assert request.from_step == 10 + 1 + 100
     restarted = {rank: dataclasses.replace(live, attempt=1) for rank, live in node.ranks.items()}
     node.relay.request_after_verdict(found, PLACES, restarted)
     assert [each.attempt for each in capture_files.read_requests(node.run.captures)[0]] == [0, 1]

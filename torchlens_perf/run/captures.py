@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,8 +60,9 @@ BY_USER, BY_VERDICT = "user", "verdict"
 
 _REQUEST = ".request.json"
 _MAX_BYTES = 1 << 20
-# Sidecars look for requests once a second, ranks at the end of each step.
-_NOTICE_S = 2.0
+# Sidecars look for requests every 5 s, in rounds that are at most 4 s apart. Ranks look for them at the
+# end of each step.
+_NOTICE_S = 10.0
 
 # Ids are also folder names.
 _FORM_OF_IDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -197,12 +198,13 @@ def create_request_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def choose_first_step(step: int, step_s: float) -> int:
-    """Return the earliest step by which all ranks will have received a new request.
+def choose_first_step(step: int, step_s: float, ranks: Sequence[int]) -> int:
+    """Return the first step to capture: for several ranks, one by which all will have received the
+    request.
 
     step: the current step. step_s: duration of a step.
     """
-    return step + 1 + math.ceil(_NOTICE_S / max(step_s, 1e-6))
+    return step + 1 + math.ceil((len(ranks) > 1) * _NOTICE_S / max(step_s, 1e-6))
 
 
 def read_requests(captures: Path) -> tuple[list[Request], list[str]]:

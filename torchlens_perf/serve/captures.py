@@ -133,7 +133,7 @@ def _choose_first_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, in
     last_s = datetime.datetime.fromisoformat(report["run"]["last_step_at"]).timestamp()
     step = max(row["last_step"] for row in report["ranks"] if row["last_step"] is not None) + 1
     step += int(max(0.0, now_s - last_s) / step_s)
-    return report["run"]["attempt"], capture_files.choose_first_step(step, step_s)
+    return report["run"]["attempt"], capture_files.choose_first_step(step, step_s, asked)
 
 
 def request_capture_for_viewer(

@@ -139,7 +139,7 @@ class CaptureRelay:
                 asked_unix_s=time.time(),
                 attempt=attempt,
                 ranks=chosen,
-                from_step=captures.choose_first_step(step, findings.step_ns / 1e9),
+                from_step=captures.choose_first_step(step, findings.step_ns / 1e9, chosen),
                 steps=_STEPS_AFTER_VERDICT,
             ),
         )
