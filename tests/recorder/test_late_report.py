@@ -204,11 +204,13 @@ def test_message_has_the_reason_if_the_sidecar_could_not_start(
     The records are in the ring, and the command in the message reads them.
     """
     python = tmp_path / "python"
-    ends = '[ "$1" = -m ]' if works_otherwise else "true"
+    ends = 'echo "$*" | grep -q " sidecar "' if works_otherwise else "true"
     python.write_text(f'#!/bin/sh\nif {ends}; then exit 1; fi\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     program = (
-        f"import sys, torch, torchlens_perf as perf\nsys.executable = {str(python)!r}\nmodel ="
+        f"import sys, torch, torchlens_perf as perf\nfrom torchlens_perf.run import children\n"
+        # A program of another name would be refused before.
+        f"children._is_interpreter = lambda path: True\nsys.executable = {str(python)!r}\nmodel ="
         " torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nwith"
         f" perf.watch(model, optimizer, dir={str(tmp_path)!r},"
         " config=perf.Config(_exit_timeout_s=0.2)):\n    for _ in range(20):\n       "
