@@ -289,7 +289,9 @@ def test_findings_on_a_rank_are_on_its_screen(view: View) -> None:
 def test_screen_of_all_findings_has_their_durations(view: View) -> None:
     text = joined(plain(overview.all_finding_lines(view, 100)))
 
-    assert re.search(r"seen in \d+ of \d+ windows of \d+ steps, since step 0", text)
+    assert re.search(
+        r"seen in \d+ of the run's \d+ judged windows of \d+ steps, since step 0", text
+    )
 
 
 def test_times_of_other_days_are_shown_with_the_date() -> None:
