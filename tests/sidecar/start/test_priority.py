@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,11 +52,16 @@ def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> 
     wait_for_sidecar(run)
 
 
-def test_last_round_runs_at_the_jobs_priority(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank waits for the last round. Earlier rounds run in a thread with low priority."""
-    rank = Rank(run, 0, 1)
+def threads_of_rounds(
+    run: RunDirectory,
+    rank: Rank,
+    actions: Mapping[int, Callable[[], object]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[int]:
+    """Run a sidecar to its end. Return the thread of each round.
+
+    actions: what happens in a round, by its number from 1.
+    """
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()
     made = Sidecar(run, rank.identity.host, None, lambda *_: None)
@@ -63,13 +70,22 @@ def test_last_round_runs_at_the_jobs_priority(
 
     def measured() -> None:
         rounds.append(threading.get_native_id())
-        if len(rounds) == 3:
-            rank.close()
+        if len(rounds) in actions:
+            actions[len(rounds)]()
         measure()
 
     monkeypatch.setattr(made, "sample_telemetry", measured)
     with ThreadPoolExecutor(1) as beside_the_job:
         run_sidecar(made, lock, background=beside_the_job)
+    return rounds
+
+
+def test_last_round_runs_at_the_jobs_priority(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank waits for the last round. Earlier rounds run in a thread with low priority."""
+    rank = Rank(run, 0, 1)
+    rounds = threads_of_rounds(run, rank, {3: rank.close}, monkeypatch)
     main = threading.get_native_id()
 
     assert [each == main for each in rounds] == [False, False, False, True]
@@ -81,23 +97,8 @@ def test_ring_that_is_nearly_full_is_read_at_the_jobs_priority(
 ) -> None:
     """On busy CPUs, a thread with low priority might read it too late."""
     rank = Rank(run, 0, 1, ring_records=1024)
-    lock = SidecarLock(sidecar_lock_path(run.run_id))
-    assert lock.acquire()
-    made = Sidecar(run, rank.identity.host, None, lambda *_: None)
-    rounds: list[int] = []
-    measure = made.sample_telemetry
-
-    def measured() -> None:
-        rounds.append(threading.get_native_id())
-        if len(rounds) == 2:
-            rank.steps(150, **WORK)  # 750 records.
-        elif len(rounds) == 5:
-            rank.close()
-        measure()
-
-    monkeypatch.setattr(made, "sample_telemetry", measured)
-    with ThreadPoolExecutor(1) as beside_the_job:
-        run_sidecar(made, lock, background=beside_the_job)
+    fill = functools.partial(rank.steps, 150, **WORK)  # 750 records.
+    rounds = threads_of_rounds(run, rank, {2: fill, 5: rank.close}, monkeypatch)
     main = threading.get_native_id()
 
     assert [each == main for each in rounds] == [False, False, True, False, False, True]
