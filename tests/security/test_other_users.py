@@ -20,11 +20,11 @@ import pytest
 from tests.support.ranks import HOST, make_run
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import captures, directory, make_folders, ownership
-from torchlens_perf.run.captures import MAX_RANKS, Request
+from torchlens_perf.run.captures import LOOK_S, MAX_RANKS, Request
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import detect_identity
 from torchlens_perf.run.ring import RingReader
-from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
+from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.store import segments
 from torchlens_perf.verdicts import node_state
 

@@ -25,6 +25,7 @@ from torchlens_perf.run.captures import (
     BY_USER,
     BY_VERDICT,
     LONGEST_S,
+    LOOK_S,
     RAW_TRACE,
     STACKS,
     TRACE,
@@ -32,7 +33,7 @@ from torchlens_perf.run.captures import (
     Request,
 )
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
+from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts.causes.straggler_groups import (
     add_straggler_groups,

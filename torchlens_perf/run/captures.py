@@ -60,9 +60,10 @@ BY_USER, BY_VERDICT = "user", "verdict"
 
 _REQUEST = ".request.json"
 _MAX_BYTES = 1 << 20
-# Sidecars look for requests every 5 s, in rounds that are at most 4 s apart. Ranks look for them at the
-# end of each step.
-_NOTICE_S = 10.0
+# Sidecars scan the folder of requests rarely, because all nodes may share its disk.
+LOOK_S = 5.0
+# Their rounds are at most 4 s apart. Ranks look for requests at the end of each step.
+_NOTICE_S = LOOK_S + 5.0
 
 # Ids are also folder names.
 _FORM_OF_IDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -18,6 +18,7 @@ from torchlens_perf.output import sidecar_logger as logger
 from torchlens_perf.run import captures, ownership
 from torchlens_perf.run.captures import (
     LONGEST_S,
+    LOOK_S,
     RAW_TRACE,
     REQUEST_LASTS_S,
     STACKS,
@@ -32,8 +33,6 @@ from torchlens_perf.verdicts.causes.straggler_groups import choose_suspect_and_h
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
-# The folder of requests is scanned rarely, because all nodes may share its disk.
-LOOK_S = 5.0
 MAX_DUMPS = 8
 # Record some stacks before the captured steps, because the steps may end before py-spy answers.
 _DUMPS_BEFORE_CAPTURE = 3
