@@ -7,9 +7,18 @@
 #define TORCHLENS_PERF_NATIVE_COLLECTIVE_H
 
 #include <stdint.h>
+#include <time.h>
 
 #define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
 enum { COLLECTIVE_MARKS_VERSION = 7 };
+
+/* The clock of all records. */
+static inline int64_t host_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 /* One operation: what the tap knows of it, and what issue() adds. */
 typedef struct {

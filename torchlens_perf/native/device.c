@@ -328,9 +328,7 @@ PyObject *recorder_read_last_device_times(Recorder *self, PyObject *unused)
 
 static void replace(PyObject **slot, PyObject *value)
 {
-    PyObject *kept = value == Py_None ? NULL : value;
-    Py_XINCREF(kept);
-    Py_XSETREF(*slot, kept);
+    Py_XSETREF(*slot, value == Py_None ? NULL : Py_NewRef(value));
 }
 
 /* set_device_clock(clock, wait_began=None, wait_ended=None, step_ended=None): clock is a DeviceClock, or None for no

@@ -34,9 +34,7 @@ int64_t clock_now(DeviceClock *self)
         Py_XDECREF(value);
         return now_ns;
     }
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    return host_now();
 }
 
 /* -- events, of the driver or in Python. Each returns a status of the driver's. */

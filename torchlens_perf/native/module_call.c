@@ -404,22 +404,11 @@ static int module_call_init(ModuleCall *self, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "a ModuleCall is initialised once");
         return -1;
     }
-    Py_INCREF(recorder);
-    self->recorder = (Recorder *)recorder;
-    Py_INCREF(function);
-    self->function = function;
-    if (before != Py_None) {
-        Py_INCREF(before);
-        self->before = before;
-    }
-    if (after != Py_None) {
-        Py_INCREF(after);
-        self->after = after;
-    }
-    if (forward != Py_None) {
-        Py_INCREF(forward);
-        self->forward = forward;
-    }
+    self->recorder = (Recorder *)Py_NewRef(recorder);
+    self->function = Py_NewRef(function);
+    self->before = before != Py_None ? Py_NewRef(before) : NULL;
+    self->after = after != Py_None ? Py_NewRef(after) : NULL;
+    self->forward = forward != Py_None ? Py_NewRef(forward) : NULL;
     self->name_id = name_id;
     self->vectorcall = (vectorcallfunc)module_call;
     return 0;

@@ -9,8 +9,6 @@
  */
 #include "nccl_operations.h"
 
-#include <time.h>
-
 #include "nccl_mask.h"
 
 enum { MAX_OPERATIONS = 4096, MAX_TRIES = 4096 };
@@ -32,13 +30,6 @@ _Atomic uint64_t counters[COUNTERS];
 const CollectiveMarks *_Atomic marks;
 static Operation operations[MAX_OPERATIONS];
 static _Atomic uint32_t next_operation;
-
-static int64_t host_now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 static int try_lock(_Atomic uint32_t *busy)
 {

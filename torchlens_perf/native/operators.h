@@ -15,8 +15,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <exception>
@@ -314,13 +312,6 @@ template <class Item> std::optional<Item> pop(std::vector<Item> &list, const at:
     return item;
 }
 
-int64_t now_ns()
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
-}
-
 std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction &function)
 {
     if (!counting.load(std::memory_order_relaxed) || !function.operator_name().has_value()) {
@@ -346,7 +337,7 @@ std::unique_ptr<at::ObserverContext> begin_operator(const at::RecordFunction &fu
                 }
             }
         }
-        call.start_ns = now_ns();
+        call.start_ns = host_now();
         return push(calls, call);
     } catch (const std::exception &) {
         return nullptr;
@@ -384,7 +375,7 @@ void end_operator(const at::RecordFunction &, at::ObserverContext *context)
         return;
     }
     const Call &call = *popped;
-    int64_t duration_ns = now_ns() - call.start_ns;
+    int64_t duration_ns = host_now() - call.start_ns;
     if (!calls.empty()) {
         calls.back().inside_ns += duration_ns;
     }

@@ -84,8 +84,7 @@ static PyObject *section_enter(SectionMark *self, PyObject *const *args, size_t 
         }
         Py_DECREF(recorder);
     }
-    Py_INCREF(section);
-    return (PyObject *)section;
+    return Py_NewRef((PyObject *)section);
 }
 
 /* The depth of the innermost open span of this section that was entered where this code runs. Another task's is another
@@ -204,8 +203,7 @@ static Section *section_new(PyObject *name)
     if (section == NULL) {
         goto done;
     }
-    Py_INCREF(name);
-    section->name = name;
+    section->name = Py_NewRef(name);
     enter->section = section;
     leave->section = section;
 done:
@@ -219,8 +217,7 @@ PyObject *section_lookup(PyObject *module, PyObject *name)
     /* A name is nearly always a constant in the code, the same object at every call. */
     struct recent *recent = &recents[((uintptr_t)name >> 4) % RECENTS];
     if (recent->name == name) {
-        Py_INCREF(recent->section);
-        return recent->section;
+        return Py_NewRef(recent->section);
     }
     if (!PyUnicode_Check(name)) {
         PyErr_Format(PyExc_TypeError, "section() takes a name, got %.80s", Py_TYPE(name)->tp_name);
@@ -228,19 +225,15 @@ PyObject *section_lookup(PyObject *module, PyObject *name)
     }
     PyObject *section = PyDict_GetItemWithError(sections, name);
     if (section != NULL) {
-        Py_INCREF(name); /* held, so that no other object can come to lie at its address */
-        Py_XSETREF(recent->name, name);
+        Py_XSETREF(recent->name, Py_NewRef(name)); /* held, so that no other object can come to lie at its address */
         recent->section = section;
-        Py_INCREF(section);
-        return section;
+        return Py_NewRef(section);
     }
     if (PyErr_Occurred()) {
         return NULL;
     }
     if (PyDict_GET_SIZE(sections) >= MAX_SECTIONS) {
-        section = PyDict_GetItem(sections, overflow_name);
-        Py_XINCREF(section);
-        return section;
+        return Py_XNewRef(PyDict_GetItem(sections, overflow_name));
     }
     section = (PyObject *)section_new(name);
     if (section != NULL && PyDict_SetItem(sections, name, section) < 0) {
@@ -251,8 +244,7 @@ PyObject *section_lookup(PyObject *module, PyObject *name)
 
 PyObject *section_set_decorator(PyObject *module, PyObject *function)
 {
-    Py_INCREF(function);
-    Py_XSETREF(decorator, function);
+    Py_XSETREF(decorator, Py_NewRef(function));
     Py_RETURN_NONE;
 }
 
