@@ -302,35 +302,58 @@ def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: Time
     assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("phases", "last_step_ns", "measured"),
-    [
-        (31, LONG_NS, True),
-        (32, LONG_NS, False),
-        (100, LONG_NS, False),
-        (127, 4 * LONG_NS, True),
-        (128, 4 * LONG_NS, False),
-    ],
-)
-def test_step_with_too_many_phases_for_its_duration_is_not_measured(
-    phases: int, last_step_ns: int, measured: bool, rig_with_clock: TimedRig
-) -> None:
-    """A partial measurement would be misleading. The next step has thread times.
+SHORT_S, ROUNDS = 0.0005, 200
 
-    A long step may have more phases, such as an episode in which an agent acts 100 times.
+
+def test_short_phases_share_a_reading_by_their_durations(rig: TimedRig) -> None:
+    """A reading takes some microseconds, so phases of less than 10 ms have none of their own. All
+    of the CPU time is in one of the phases.
     """
-    rig = rig_with_clock
-    rig.clock.advance(last_step_ns - LONG_NS)
-    rig.measure_next_step()
-    for _ in range(phases):
-        with rig.inside(Kind.DATA):
-            pass
-    work()
-    rig.clock.advance(LONG_NS)
-    assert bool(rig.thread_times()) == measured
-    worked_ns = work()
+    begin_ns = time.thread_time_ns()
+    for _ in range(ROUNDS):
+        with rig.inside(Kind.FORWARD):
+            work(SHORT_S)
+        with rig.inside(Kind.BACKWARD):
+            work(2 * SHORT_S)
+    used_ns = time.thread_time_ns() - begin_ns
+    times = rig.thread_times()
 
-    assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
+    assert times[Kind.BACKWARD][0] == CLOSE(2 * times[Kind.FORWARD][0], rel=0.2)
+    assert sum(cpu_ns for cpu_ns, _ in times.values()) == CLOSE(used_ns, rel=0.1)
+
+
+def test_lack_of_a_cpu_in_short_phases_counts_for_work_next_to_blocked_waits(
+    rig: TimedRig,
+) -> None:
+    """While the CPU is crowded, phases of 0.5 ms and more have readings of their own."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        with competitor(min(before)):
+            for _ in range(ROUNDS // 4):
+                with rig.inside(Kind.FORWARD):
+                    work(8 * SHORT_S)
+                with rig.inside(Kind.WAIT):
+                    time.sleep(2 * SHORT_S)
+            times = rig.thread_times()
+    finally:
+        os.sched_setaffinity(0, before)
+    lacking_ns = sum(ready_ns for _, ready_ns in times.values())
+
+    assert lacking_ns > 0.2 * 8 * SHORT_S * 1e9 * ROUNDS // 4
+    assert times[Kind.FORWARD][1] > 0.7 * lacking_ns
+
+
+def test_each_step_has_the_times_of_its_own_short_phases(rig: TimedRig) -> None:
+    """The last phase of a step shares no reading with the next step."""
+    found = []
+    for duration_s in (WORK_S, SHORT_S, WORK_S):
+        with rig.inside(Kind.FORWARD):
+            work(duration_s)
+        found.append(rig.thread_times().get(Kind.FORWARD, (0, 0))[0])
+
+    assert found[0] == CLOSE(WORK_S * 1e9, rel=0.1)
+    assert found[1] < 0.1 * WORK_S * 1e9
 
 
 def test_cpu_time_of_other_threads_does_not_count(rig: TimedRig) -> None:

@@ -194,12 +194,8 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     self->owner = this_thread();
     self->marks.workload = -1;
     self->modules.mask = self->device_phases.mask = EVERY_STEP;
-    Py_INCREF(intern);
-    self->intern = intern;
-    if (clock != Py_None) {
-        Py_INCREF(clock);
-        self->clock = clock;
-    }
+    self->intern = Py_NewRef(intern);
+    self->clock = clock != Py_None ? Py_NewRef(clock) : NULL;
     header->stack.depth = 0;
     span_open(self, &header->stack, KIND_STEP, 0);
     PROBE_STEP_BEGIN(header->step);
@@ -358,7 +354,7 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
         return;
     }
     if (self->thread_time.measured) {
-        thread_time_mark(&self->thread_time, current_phase(&self->header->stack));
+        thread_time_mark(&self->thread_time, current_phase(&self->header->stack), 1);
     }
     if (!thread_time_step(&self->thread_time, duration_ns, phases)) {
         return;
@@ -506,7 +502,7 @@ static PyObject *recorder_pause_own_work(Recorder *self, PyObject *wanted)
     ThreadTime *times = &self->thread_time;
     int paused = wanted == Py_True;
     if (self->header != NULL && this_thread() == self->owner && times->measured && times->paused != paused) {
-        thread_time_mark(times, paused ? current_phase(&self->header->stack) : KIND_WAIT);
+        thread_time_mark(times, paused ? current_phase(&self->header->stack) : KIND_WAIT, 0);
         times->paused = paused;
     }
     Py_RETURN_NONE;
@@ -567,12 +563,9 @@ static PyObject *recorder_set_nvtx(Recorder *self, PyObject *args)
         return NULL;
     }
     collective_calls_python(self, 1); /* first */
-    Py_INCREF(push);
-    Py_XSETREF(self->nvtx_push, push);
-    Py_INCREF(pop);
-    Py_XSETREF(self->nvtx_pop, pop);
-    Py_INCREF(attributes);
-    Py_XSETREF(self->nvtx_attributes, attributes);
+    Py_XSETREF(self->nvtx_push, Py_NewRef(push));
+    Py_XSETREF(self->nvtx_pop, Py_NewRef(pop));
+    Py_XSETREF(self->nvtx_attributes, Py_NewRef(attributes));
     Py_RETURN_NONE;
 }
 

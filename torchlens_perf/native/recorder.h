@@ -11,7 +11,6 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/types.h>
-#include <time.h>
 
 #include "collective.h"
 #include "device_clock.h"
@@ -39,9 +38,11 @@ typedef struct {
 typedef struct {
     int on, measured, paused;
     KeptFile file;
-    int64_t reads_left; /* in this step */
     long thread; /* its native id */
-    int64_t last_cpu_ns, last_ready_ns;
+    PhaseTime last;
+    int64_t marked_ns, read_ns; /* when a phase began or ended last, and when the kernel's times were read last */
+    int64_t crowded_until_ns;   /* other threads wanted this one's CPU a moment ago */
+    int64_t wall_ns[LAST_PHASE + 1]; /* in each phase since then, by kind */
     long autograd_thread; /* that of the device, which computes the backward pass; 0: none is known */
     KeptFile autograd_file;
     int64_t autograd_ready_ns;
@@ -161,7 +162,7 @@ int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_
 int thread_time_start(ThreadTime *times);
 void thread_time_stop(ThreadTime *times);
 void thread_time_of_autograd(ThreadTime *times);
-void thread_time_mark(ThreadTime *times, uint32_t kind);
+void thread_time_mark(ThreadTime *times, uint32_t kind, int is_last);
 int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases);
 PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id);
 PyObject *recorder_issue(Recorder *self, PyObject *const *args, Py_ssize_t count);
@@ -214,12 +215,7 @@ int step_marks_setup(void);
 
 static inline int64_t recorder_now(Recorder *self)
 {
-    if (self->clock != NULL) {
-        return injected_clock_ns(self);
-    }
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    return self->clock != NULL ? injected_clock_ns(self) : host_now();
 }
 
 /* A point in time without what is charged to this package already, and without waits for room in a device's queue. The
@@ -333,7 +329,7 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     }
     if (is_phase(kind) && self->thread_time.measured && stack == &self->header->stack) {
         stack->depth = depth;
-        thread_time_mark(&self->thread_time, current_phase(stack));
+        thread_time_mark(&self->thread_time, current_phase(stack), 0);
         stack->depth = depth + 1;
     }
     Frame *frame = &stack->frames[depth];
@@ -386,7 +382,7 @@ static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int6
     }
     int64_t duration_ns = end_ns - frame.start_ns;
     if (is_phase(frame.kind) && self->thread_time.measured && stack == &self->header->stack) {
-        thread_time_mark(&self->thread_time, frame.kind);
+        thread_time_mark(&self->thread_time, frame.kind, 0);
     }
     if (stack != &self->header->stack) {
         flags |= attribute_elsewhere(self, &frame, end_ns);
