@@ -3,7 +3,7 @@
     python -m benchmarks.shared_readings
 
 A thread alternates between work and waits, next to programs that keep its CPU busy. Phases of less than
-5 ms share a reading (torchlens_perf/native/thread_time.c). The truth is read from the kernel at the end
+10 ms share a reading (torchlens_perf/native/thread_time.c). The truth is read from the kernel at the end
 of each phase. The error is that of a step's time without a CPU in its work, which ranks are compared
 without.
 """
@@ -13,21 +13,19 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.measure import Table
+from tests.support.busy_machine import busy_machine, one_cpu
 from torchlens_perf._native import Recorder
 from torchlens_perf.run.ring import Kind, RingFile, RingReader
 
 STEPS, STEP_S = 120, 0.02
 PHASES_S, OTHERS = (0.0005, 0.002, 0.004), (0, 1, 2)
-_BUSY = "import time\nend = time.monotonic() + 600\nwhile time.monotonic() < end: pass"
 
 
 def work(duration_s: float) -> None:
@@ -42,21 +40,6 @@ def poll(duration_s: float) -> None:
     end_s = time.monotonic() + duration_s
     while time.monotonic() < end_s:
         pass
-
-
-@contextmanager
-def busy_cpu(others: int) -> Iterator[None]:
-    """Run this thread and `others` busy programs on one CPU."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    running = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(others)]
-    try:
-        yield
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-        os.sched_setaffinity(0, before)
 
 
 def measure(phase_s: float, wait: Callable[[float], None]) -> list[tuple[float, float, float]]:
@@ -106,7 +89,7 @@ def main() -> int:
     )  # fmt: skip
     ways = {"blocked": time.sleep, "polling": poll}
     for phase_s, (name, wait), others in itertools.product(PHASES_S, ways.items(), OTHERS):
-        with busy_cpu(others):
+        with one_cpu(), busy_machine(others):
             steps = measure(phase_s, wait)
         whole_s, true_s, recorded_s = map(statistics.fmean, zip(*steps, strict=True))
         errors = [abs(recorded - true) / whole for whole, true, recorded in steps]

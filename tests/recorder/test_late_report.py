@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 import torchlens_perf as perf
+from tests.support.busy_machine import busy_machine, one_cpu
 from tests.support.long import long
 from tests.support.processes import read_by_hand, report, run, wait_for_sidecar
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_log_path
@@ -175,19 +175,10 @@ def test_message_says_if_other_programs_use_all_processors(
     """The sidecar may use only one processor, where four programs spin, each in its own scheduling
     group.
     """
-    mine = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(mine)})
-    spin = [sys.executable, "-S", "-c", "while True: pass"]
-    spins = [subprocess.Popen(spin, start_new_session=True) for _ in range(4)]
-    try:
+    with one_cpu(), busy_machine(4):
         with watched(tmp_path, config=perf.Config(_exit_timeout_s=0.5)) as watch:
             sidecar_of(watch)
         printed = line(capfd)
-    finally:
-        os.sched_setaffinity(0, mine)
-        for each in spins:
-            each.kill()
-            each.wait()
     wait_for_sidecar(RunDirectory(watch.run_dir))
     why = r"\w+.*; other programs keep the processors busy: it had one for 0\.\d\d s of that"
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.busy_machine import one_cpu
 from tests.support.collective_rig import on_thread
 from tests.support.process_state import open_files
 from tests.support.processes import ROOT
@@ -230,17 +231,12 @@ def test_time_without_a_cpu_is_measured_next_to_a_busy_process(rig: TimedRig) ->
 
     Only the time in which the thread itself runs is CPU time.
     """
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        with competitor(min(before)):
-            begin_ns = time.monotonic_ns()
-            with rig.inside(Kind.FORWARD):
-                worked_ns = work(3 * WORK_S)
-            taken_ns = time.monotonic_ns() - begin_ns
-            cpu_ns, ready_ns = rig.thread_times()[Kind.FORWARD]
-    finally:
-        os.sched_setaffinity(0, before)
+    with one_cpu() as cpu, competitor(cpu):
+        begin_ns = time.monotonic_ns()
+        with rig.inside(Kind.FORWARD):
+            worked_ns = work(3 * WORK_S)
+        taken_ns = time.monotonic_ns() - begin_ns
+        cpu_ns, ready_ns = rig.thread_times()[Kind.FORWARD]
 
     assert cpu_ns == CLOSE(worked_ns, rel=0.1)
     assert ready_ns > 0.5 * worked_ns
@@ -305,6 +301,22 @@ def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: Time
 SHORT_S, ROUNDS = 0.0005, 200
 
 
+@pytest.mark.parametrize("phases", [31, 32, 100, 1000])
+def test_step_is_measured_whatever_the_number_of_its_phases(
+    phases: int, rig_with_clock: TimedRig
+) -> None:
+    """In an episode, an agent may act hundreds of times."""
+    rig = rig_with_clock
+    rig.measure_next_step()
+    for _ in range(phases):
+        with rig.inside(Kind.DATA):
+            pass
+    worked_ns = work()
+    rig.clock.advance(LONG_NS)
+
+    assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
+
+
 def test_short_phases_share_a_reading_by_their_durations(rig: TimedRig) -> None:
     """A reading takes some microseconds, so phases of less than 10 ms have none of their own. All
     of the CPU time is in one of the phases.
@@ -326,18 +338,13 @@ def test_lack_of_a_cpu_in_short_phases_counts_for_work_next_to_blocked_waits(
     rig: TimedRig,
 ) -> None:
     """While the CPU is crowded, phases of 0.5 ms and more have readings of their own."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    try:
-        with competitor(min(before)):
-            for _ in range(ROUNDS // 4):
-                with rig.inside(Kind.FORWARD):
-                    work(8 * SHORT_S)
-                with rig.inside(Kind.WAIT):
-                    time.sleep(16 * SHORT_S)
-            times = rig.thread_times()
-    finally:
-        os.sched_setaffinity(0, before)
+    with one_cpu() as cpu, competitor(cpu):
+        for _ in range(ROUNDS // 4):
+            with rig.inside(Kind.FORWARD):
+                work(8 * SHORT_S)
+            with rig.inside(Kind.WAIT):
+                time.sleep(16 * SHORT_S)
+        times = rig.thread_times()
     lacking_ns = sum(ready_ns for _, ready_ns in times.values())
 
     assert lacking_ns > 0.2 * 8 * SHORT_S * 1e9 * ROUNDS // 4

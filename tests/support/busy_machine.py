@@ -33,3 +33,14 @@ def busy_machine(programs: int = PROCESSORS) -> Iterator[None]:
         for each in running:
             each.kill()
             each.wait()
+
+
+@contextmanager
+def one_cpu() -> Iterator[int]:
+    """Run this thread, and the programs that it starts, on one CPU only. Yield the CPU."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield min(before)
+    finally:
+        os.sched_setaffinity(0, before)
